@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ class Traffic:
         return self.dispatched - earlier.dispatched, self.combined - earlier.combined
 
 
+class Living(NamedTuple):
+    """Whom a member still waits for: `words` int32 on the device, 0 for who was given up, or all at once when
+    the group ends; and the bits of the places among them that none may be 0 of while answers are right.
+    """
+
+    words: Tensor
+    places: int
+
+
 class Dispatcher(Protocol):
     """Carries rows to their slots' owners and weighted sums home.
 
@@ -80,6 +89,13 @@ class Dispatcher(Protocol):
         default.
         """
         return
+
+    @property
+    def living(self) -> Living | None:
+        """Words on the device that say whether all are waited for whose rows and sums a step needs; None
+        where the device does not know.
+        """
+        return None
 
     def late(self) -> tuple[int, ...]:
         """Seats it stopped waiting for since this was last asked, ascending, without waiting for the device.
@@ -194,6 +210,7 @@ class DispatchEntry:
     unequal: bool = False  # lanes and owners may be different members, and lanes be absent from a step
     partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
     host_sync: bool = False  # reads counts on the host
+    living: bool = False  # a GPU knows by `Dispatcher.living` whom it waits for no more
     ordered: bool = True  # rows of a slot arrive in the order of lanes and of their rows
     permutes: bool = True  # groups and weighs rows by the kernels of `permute`, not by its own
     quantizes: bool = False  # the library rounds rows itself: codes may differ from the format's

@@ -194,7 +194,7 @@ class PassesConfig:
     lane_bytes: int = 256 << 20  # of shared memory, of one lane
     patience_seconds: float = 2.0  # for the rows of a step that is next; then the pass ends
     graph_steps: int = 4096  # that a GPU rank keeps recorded, over all runs of passes; 0: none is recorded
-    share_gpu: bool = False  # a caller's process may share the rank's GPU; both take turns of milliseconds
+    share_gpu: bool = False  # processes may share a GPU: a caller's and a rank's, and ranks; they take turns
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Program
+from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail import kernels
 from moeserve.dispatch.mail.layout import (
     FEW_BLOCKS,
@@ -133,11 +134,12 @@ def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
     given = kernels.Given(hidden, *((torch.zeros(rows, 256), None) if logits else chosen))
     caller.bring(1, 3, given, 64)
     owner.take(1, 3, given, torch.zeros(rows, dtype=torch.bool))
+    owner.post(1, hidden, Living(torch.ones(5, dtype=torch.int32), 0b11101))
     owner.post(1, hidden)
     caller.fetch(1, hidden)
     waits = [("mail_await", 1)] if blocks > FEW_BLOCKS else []
     first, last = [("mail_bring", blocks)], [("mail_fetch", blocks)]
-    taken = [("mail_take", blocks), ("mail_post", blocks)]
+    taken = [("mail_take", blocks), *[("mail_post", blocks)] * 2]
     assert launches == first + waits + taken + waits + last
 
 

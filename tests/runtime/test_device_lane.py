@@ -353,6 +353,25 @@ def lanes_of(regions: Regions, most: int = 2) -> DeviceLanes:
     return DeviceLanes(regions, model, DeviceLaneLimits(lanes=most), lambda peer: lambda *step: None)
 
 
+def test_who_hears_that_others_wait_behind_its_runs_is_not_alone() -> None:
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    lanes = lanes_of(regions)
+    try:
+        lanes.attach(asked("one"), "tester")
+        (attached,) = lanes._lanes.values()
+        left: list[bool] = []
+        attached.lane.yield_steps = lambda: left.append(True)  # type: ignore[method-assign]
+        assert lanes._alone(attached.lane)
+        time.sleep(0.02)
+        assert not left
+        lanes.company()
+        assert not lanes._alone(attached.lane)
+        wait_for(lambda: bool(left))
+    finally:
+        lanes.close()
+        regions.close()
+
+
 def wait_for(true: Callable[[], bool]) -> None:
     until = time.monotonic() + 5
     while not true():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -46,6 +47,8 @@ class Caller(LaneWords):
     detached: list[Mail] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)
     most_rows: int = 64
+    most_seconds: float = math.inf
+    loaded: bool = True  # what steps need
 
     def __post_init__(self) -> None:
         memory = self.memory_of(self.regions, WORDS_ALONE)
@@ -59,6 +62,9 @@ class Caller(LaneWords):
 
     def begin(self, run: Run, of: object, version: int) -> None:
         self.begun.append((run, version))
+
+    def leads(self, run: Run) -> bool:
+        return self.loaded
 
     def detach(self, mail: Mail) -> None:
         self.detached.append(mail)
@@ -226,6 +232,34 @@ def test_a_run_that_waits_is_left_where_others_want_steps(caller: Caller) -> Non
     assert run.steps == ((5, 0),) and run.again
     caller.lane.yield_steps()
     assert not caller.aborted, "its rows were there"
+
+
+def test_a_run_that_waits_for_too_long_is_left_and_goes_on_step_by_step(caller: Caller) -> None:
+    caller.most_seconds = 2.0
+    caller.standing([3, 5])
+    caller.bring(0, 0)
+    caller.look(1.0)
+    caller.look(2.9)
+    assert not caller.aborted, "other members wait for it, but not for long yet"
+    caller.look(3.1)
+    assert caller.mail.lane.abort[0] == YIELD and caller.ended is None
+    caller.lane.ran(Told(MISFIT, (1, 0)), 1)
+    caller.bring(0, 1)
+    assert caller.look() and caller.begun[1][0].steps == ((5, 0),) and caller.begun[1][0].again
+    caller.look(9.0)
+    assert not caller.aborted, "its rows were there"
+
+
+def test_steps_come_one_by_one_until_what_they_need_is_loaded(caller: Caller) -> None:
+    caller.loaded = False
+    caller.standing([3, 5])
+    for step, layer in enumerate((3, 5)):
+        caller.bring(0, step)
+        assert caller.look() and caller.begun[-1][0].steps == ((layer, 0),)
+        caller.lane.ran(Told(0, (step + 1, 0)), 1)
+    caller.loaded = True
+    caller.bring(0, 2)
+    assert caller.look() and caller.begun[-1][0].steps == ((3, 0), (5, 0))
 
 
 def test_a_header_that_lies_about_rows_again_and_again_ends_its_pass(caller: Caller) -> None:

@@ -116,8 +116,10 @@ def _compared(one: Rank, alone: Alone, lane_rows: tuple[int, ...], number: int |
 class Process:
     """A member's process without doors: its rank, lane, mover and part in the group."""
 
-    def __init__(self, seat: int, members: Members, path: Path, coordinator: str) -> None:
-        served, plans = served_and_planned(path, members, "all2allv")
+    def __init__(
+        self, seat: int, members: Members, path: Path, coordinator: str, backend: str = "all2allv"
+    ) -> None:
+        served, plans = served_and_planned(path, members, backend)
         self.rank = Rank(seat, served, plans, "cpu")
         lane, self.records = members.at(seat).lane, list[StepRecord]()
         self.lane = None if lane is None else Lane(lane, LANE_ROWS, 64)

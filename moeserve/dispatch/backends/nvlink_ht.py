@@ -38,6 +38,7 @@ ENTRY = DispatchEntry(
     permutes=False,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
+    living=True,
     limits=Limits(top_k=MOST_CHOICES, hidden_multiple=HIDDEN_MULTIPLE, one_host=True),
     only_named=frozenset(("cpu",)),
     verified=("cpu", "sm90"),

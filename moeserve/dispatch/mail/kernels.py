@@ -10,6 +10,7 @@ from torch import Tensor
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Program
 from moeserve.device.source import source
+from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail.layout import FEW_BLOCKS, MOST_BLOCKS, WORDS, MailLayout, Word
 
 THREADS = 512
@@ -77,6 +78,8 @@ POST = Arguments(
     "PostArguments",
     state="u64*",
     answer="const uint4*",
+    living="const int*?",
+    places="u64",
     lines_at="u64",
     rows_at="u64",
     stage="int",
@@ -199,14 +202,18 @@ class OwnerKernels:
         more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
         self._take.launch(blocks, THREADS, rows | more | {"valid": valid, "awaited": int(awaited)})
 
-    def post(self, stage: int, answer: Tensor) -> None:
-        """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory."""
+    def post(self, stage: int, answer: Tensor, living: Living | None = None) -> None:
+        """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory; where a member
+        was given up whose sums it should have, the pass ends as lost instead.
+        """
         lines, rows = self._layout.answer(stage)
         self._post.launch(
             self._layout.blocks_of(answer.shape[0]),
             THREADS,
             {
                 "answer": answer,
+                "living": None if living is None else living.words,
+                "places": 0 if living is None else living.places,
                 "blocks": self._layout.blocks,
                 "lines_at": lines,
                 "rows_at": rows,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.checks import check_lane, check_spec
-from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec, Traffic
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec, Living, Traffic
 from moeserve.dispatch.exchange import check_group
 from moeserve.dispatch.peers.kernels import (
     MOST_LANE_ROWS,
@@ -241,6 +241,16 @@ class PeerDispatcher(Dispatcher):
     def interrupt(self) -> None:
         """Ends all waiting for peers, also in the phase under way."""
         self._liveness.interrupt()
+
+    @property
+    def living(self) -> Living | None:
+        """As `Dispatcher.living`. Where a step goes on without those who are late, just this member's own
+        places are looked at: they go when the host ends all waiting.
+        """
+        if self._kernels is None:
+            return None
+        seat = self._spec.seat if self._spec.on_late == "drop" else None
+        return Living(self._liveness.live, self._liveness.mask(seat))
 
     def late(self) -> tuple[int, ...]:
         """The seats given up since the last call, as far as the device has come.

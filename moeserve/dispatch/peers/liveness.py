@@ -66,6 +66,11 @@ class PeerLiveness:
         lane = () if member.lane is None else (member.lane,)
         return lane if member.owner is None else (*lane, self.members.max_lanes + member.owner)
 
+    def mask(self, seat: int | None = None) -> int:
+        """The places of all members, or of the one of `seat`: one bit each."""
+        found = self.members.present if seat is None else (self.members.at(seat),)
+        return sum(1 << place for member in found for place in self.places_of(member))
+
     def admit(self, member: Member) -> None:
         """Waits for `member`, which takes a vacant seat, from the next phase on. Waits for nothing itself."""
         self.members = self.members.plus(member)

@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from moeserve.proto.texts import clipped
@@ -61,9 +61,9 @@ class HeadStream:
         """Whether what is received comes over a ring."""
         return self._stream.followed
 
-    def take(self, kind: str, seconds: float) -> Message | None:
+    def take(self, kinds: Collection[str], seconds: float) -> Message | None:
         """The next message, as `Stream.take` gives it; by who receives, or instead of it."""
-        message = self._stream.take(kind, seconds)
+        message = self._stream.take(kinds, seconds)
         if message is not None:
             self._lost_at = None
         return message

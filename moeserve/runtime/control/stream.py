@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.frames import LENGTH, decoded, encoded
@@ -144,8 +144,8 @@ class Stream:
         """Whether what is received comes over a ring."""
         return self._followed
 
-    def take(self, kind: str, seconds: float) -> Message | None:
-        """The next message over the ring, where it comes within `seconds` and is of this `kind`.
+    def take(self, kinds: Collection[str], seconds: float) -> Message | None:
+        """The next message over the ring, where it comes within `seconds` and is of one of `kinds`.
 
         None where nothing came or it was woken, and where it is for `receive`: another message, or the
         stream's end. `waits` tells these apart.
@@ -158,7 +158,7 @@ class Stream:
         except StreamClosed as closed:
             self._left = str(closed)
             return None
-        if message["kind"] == kind:
+        if message["kind"] in kinds:
             return message
         self._left = message
         return None

@@ -9,24 +9,29 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from moeserve.dispatch.members import Members
+from moeserve.runtime.control.run_messages import AskedRun, OrderedRun
 from moeserve.runtime.head.gathering import Gathering, Last
+from moeserve.runtime.head.run_queue import RunQueue
 from moeserve.runtime.head.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import Announcement, Step
 
 MOST = 2
-"""Steps at the members: a header may wait there while the step before it runs."""
+"""Steps and runs at the members: a header may wait there while the step before it runs."""
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A step that was sent to the members that take part, and that not all of them have finished."""
+    """A step that was sent to the members that take part, and that not all of them have finished; or a run,
+    which has no jobs.
+    """
 
-    layer: int
+    layer: int  # of a run: the last one's
     started: float
     left: set[int]  # seats that take part and have not finished it
     jobs: int
     rows: int
     alone: bool  # no other step was under way when it started
+    run: AskedRun | None = None
 
 
 class StepsInFlight:
@@ -35,6 +40,7 @@ class StepsInFlight:
     def __init__(self, max_lanes: int, pace: StepPace) -> None:
         self.steps = self.jobs = 0  # since the service began
         self._sequencer = Sequencer(max_lanes, pace)
+        self._runs = RunQueue()
         self._gather = pace.gather
         self._gathering = Gathering(pace.gather)
         self._last: Last | None = None
@@ -50,7 +56,7 @@ class StepsInFlight:
 
     @property
     def running(self) -> int:
-        """Steps that not all who take part have finished."""
+        """Steps and runs that not all who take part have finished."""
         return len(self._running)
 
     @property
@@ -63,6 +69,28 @@ class StepsInFlight:
         self.jobs += 1
         self._sequencer.announce(job, now)
         self._gathering.returns.announced(job.layer, now)
+
+    def ask(self, run: AskedRun) -> None:
+        """Queues a run that a member wants."""
+        self._runs.add(run)
+
+    def refuse_runs(self) -> list[AskedRun]:
+        """Takes out of the queue the runs of layers that no step may take now."""
+        return self._runs.without(self.closed)
+
+    def shared_runs(self) -> list[tuple[AskedRun, float]]:
+        """Runs under way that others wait behind, or will: jobs, steps, or runs of another member; with when
+        each was sent.
+        """
+        return [
+            (one.run, one.started)
+            for one in self._running.values()
+            if one.run is not None and self._others(one.run.seat)
+        ]
+
+    def _others(self, seat: int) -> bool:
+        under_way = any(one.run is None or one.run.seat != seat for one in self._running.values())
+        return bool(under_way or self._sequencer.queued or self._runs.of_others(seat))
 
     def withdraw(self, lane: int, jobs: Collection[int]) -> None:
         """Forgets jobs of a lane that are in no step yet: their callers have left."""
@@ -91,6 +119,7 @@ class StepsInFlight:
         due = {layer for layer in self._open() if self._start_at(layer, now) <= now}
         step = self._sequencer.next_step(epoch, now, due)
         if step is not None:
+            self._runs.stepped()
             self.steps += 1
             self._went_on = now
             jobs, rows = sum(map(len, step.jobs)), sum(step.lane_rows)
@@ -99,28 +128,60 @@ class StepsInFlight:
             self._last = Last(step.layer, rows, now, running=True)
         return step
 
+    def start_run(self, epoch: int, now: float, members: Members) -> OrderedRun | None:
+        """The run that is next, which those have to be told of who take part: as in a step to which the lane
+        of whoever asked brings rows. None where none is asked for, as many steps run as may, or it is a
+        step's turn: where both wait, they take turns.
+        """
+        if len(self._running) >= MOST or not self._runs:
+            return None
+        due = any(self._start_at(layer, now) <= now for layer in self._open())
+        asked = self._runs.next(step_waits=due)
+        if asked is None:
+            return None
+        number = self._sequencer.take_numbers(len(asked.layers))
+        self.steps += len(asked.layers)
+        self._went_on = now
+        seats, alone = set(run_seats(asked, members)), not self._running
+        self._running[number] = _Running(asked.layers[-1], now, seats, 0, asked.rows, alone, asked)
+        return OrderedRun(asked, number, epoch)
+
     def finish(self, seat: int, number: int, now: float) -> tuple[int, float] | None:
-        """Notes that a seat has finished a step; the last one gets its layer and the group's seconds."""
+        """Notes that a seat has finished a step, or a run by its first step's number; the last one of a step
+        gets its layer and the group's seconds.
+        """
         step = self._running.get(number)
         if step is None:
             return None
         self._went_on = now
         step.left.discard(seat)
         if step.left:
-            self._gathering.returns.ending()
+            if step.run is None:
+                self._gathering.returns.ending()
             return None
         del self._running[number]
         if not self._running and self._last is not None:
             self._last = replace(self._last, running=False)
         before, self._ended_at = self._ended_at, now
+        if step.run is not None:
+            return None  # it waited for its caller, and tells nothing of what a step takes
         seconds = now - max(step.started, before)
         self._gathering.returns.answered(step.layer, step.jobs, now)
         self._gathering.step_ended(step.rows, seconds, None if step.alone else before - step.started)
         return step.layer, seconds
 
     def clear(self) -> None:
-        """Forgets every job and step: the group has ended, and doors have failed or announce again."""
+        """Forgets every job, step and run: the group has ended, doors have failed or announce again, and
+        members end the passes of their runs.
+        """
         self._sequencer.clear()
+        self._runs.clear()
         self._gathering = Gathering(self._gather)  # another generation may have other members
         self._running.clear()
         self._last = None
+
+
+def run_seats(run: AskedRun, members: Members) -> tuple[int, ...]:
+    """The seats that take part in a run, ascending."""
+    lane = members.at(run.seat).lane
+    return members.in_step(tuple(run.rows if at == lane else 0 for at in range(members.max_lanes)))

@@ -48,6 +48,9 @@ class MemberMessages:
             case "announce":
                 if self._generations.state in ("serving", "joining"):
                     self._steps.announced(rank, message)
+            case "run":
+                if self._generations.state in ("serving", "joining"):
+                    self._steps.asked(rank, message)
             case "withdraw":
                 self._steps.withdrawn(rank, message)
             case "done":

@@ -89,6 +89,11 @@ class Sequencer:
         for queue in self._queues.values():
             queue.keep([(at, job) for at, job in queue.jobs if job.lane != lane or job.job not in jobs])
 
+    def take_numbers(self, steps: int) -> int:
+        """Gives so many numbers in a row to steps that need no job; returns the first."""
+        first, self._number = self._number, self._number + steps
+        return first
+
     def clear(self) -> None:
         """Forgets every queued job: its door announces it again, or has failed it."""
         self._queues.clear()
@@ -109,8 +114,7 @@ class Sequencer:
         if len(waiting) > 1:
             layer = min(waiting, key=lambda layer: min(map(self._urgency, waiting[layer].jobs)))
         lanes = self._fill(waiting[layer])
-        number, self._number = self._number, self._number + 1
-        return Step(number, epoch, layer, tuple(tuple(lane) for lane in lanes))
+        return Step(self.take_numbers(1), epoch, layer, tuple(tuple(lane) for lane in lanes))
 
     def _urgency(self, entry: tuple[float, Announcement]) -> tuple[float, float]:
         """When a job is due, and when it came: one without a deadline does not wait behind all others."""

@@ -37,6 +37,18 @@ def own_device(config: Config, machine: Machine, at: int) -> str:
     return device
 
 
+def group_backend(config: Config, machine: Machine) -> str:
+    """What ranks on such machines form their process group with.
+
+    NCCL refuses ranks of one GPU. Where they share it, for trials, gloo does: dispatchers over peer memory
+    only meet by it.
+    """
+    if machine.device == "cpu":
+        return "gloo"
+    shared = config.passes.share_gpu and config.parallel.mesh.ranks > torch.cuda.device_count()
+    return "gloo" if shared else "nccl"
+
+
 SWITCH_SECONDS = 0.0001
 """After which the interpreter lets another thread run, where 5 ms would hold up a step or an answer.
 

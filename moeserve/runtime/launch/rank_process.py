@@ -36,7 +36,13 @@ from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.keys.keys import Keys
-from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
+from moeserve.runtime.launch.environment import (
+    group_backend,
+    machine_for,
+    own_device,
+    set_environment,
+    tune_process,
+)
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import NoPlan
@@ -44,7 +50,9 @@ from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.member import Member
 from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.runs.group_runs import GroupRuns
 from moeserve.runtime.rank.runs.member_runs import MemberRuns, why_not
+from moeserve.runtime.rank.runs.run_graphs import RunGraphs
 from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
@@ -179,7 +187,7 @@ class _RankProcess:
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
-            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
+            group_backend(config, machine), config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.come_back = stream.come_back
@@ -257,23 +265,20 @@ class _RankProcess:
         lanes.on_pass = self._telemetry.observe_pass
         if self._runs is not None:
             lanes.mail = MailHost(self._runs, model, passes.lane_bytes, share_gpu=passes.share_gpu)
-            lanes.others = door.has_calls
+            lanes.others, self.member.on_company = door.has_calls, lanes.company
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 
     def _runs_of(self, rank: Rank, machine: Machine, graph_steps: int) -> tuple[MemberRuns | None, str]:
         """What launches steps of callers' GPUs; without it, why there is nothing that does."""
+        member = self.member
+        group = self._group_runs = GroupRuns(rank, member.after_steps, RunGraphs(graph_steps))
+        member.take_runs(group)
+        member.on_leave = group.graphs.drop
         if why := why_not(machine):
             return None, why
-        member = self.member
         try:
-            runs = MemberRuns(
-                rank,
-                member.between_steps,
-                member.after_steps,
-                lambda: member.joined,
-                graph_steps,
-            )
+            runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined, group)
         except (CompileError, LaunchError) as error:  # the rank serves all other callers
             log.warning("rank %d takes no rows of callers' GPUs: %s", rank.index, error)
             return None, f"the kernels that wait for rows cannot be loaded at this rank: {error}"
@@ -308,6 +313,7 @@ class _RankProcess:
 
     def _serving(self, generation: int, epoch: int) -> None:
         """Called by the member when its group begins (generation > 0) or stops to serve."""
+        self._group_runs.serving(generation)
         with self._telling:
             self._endpoint.set_serving(serving=generation > 0 and not self._draining)
         if generation > 0:

@@ -26,7 +26,7 @@ class PassBytes:
     """Bytes of one rank's GPU."""
 
     mailboxes: int  # of all lanes: `passes.lanes` of `passes.lane_bytes`, of which callers hold a part
-    rooms: int  # where the rows of one step after the other lie
+    rooms: int  # where the rows of one step after the other lie, of own lanes and of other members'
     pool: int  # what recorded steps work in, one after the other
     graphs: int  # what CUDA keeps of `passes.graph_steps` recorded steps
 
@@ -52,10 +52,10 @@ def pass_bytes(
         for plan in {id(plan): plan for plan in plans.values()}.values()
         for span in plan.dispatchers
     ]
-    recorded = bool(passes.graph_steps)
+    recorded, others = bool(passes.graph_steps), hidden + choice + 1 if served.mesh.ranks > 1 else 0
     return PassBytes(
         passes.lanes * passes.lane_bytes,
-        GROWN * padded * (row + 1),
+        GROWN * padded * (row + 1 + others),
         recorded * GROWN * max(steps, default=0),
         passes.graph_steps * GRAPH_STEP_BYTES,
     )

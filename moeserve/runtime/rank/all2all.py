@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.by_rows import ByRows
-from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec, Traffic
+from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec, Living, Traffic
 from moeserve.runtime.planning.costing import CostBook
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.sections import FAIL
@@ -110,16 +110,23 @@ class RankDispatchers:
         number, absent = step
         self._parts[layer, self._plans[layer].span(rows).key].expect(number, absent)
 
-    def expect_steps(self, steps: Sequence[tuple[int, int]], number: int) -> None:
+    def expect_steps(
+        self, steps: Sequence[tuple[int, int]], number: int, absent: tuple[int, ...] = ()
+    ) -> None:
         """Says that a graph is replayed next that holds these steps, by layer and rows a lane: as `number`
         and those after it. Each dispatcher counts on by itself from the first of them that it carries.
+        absent: lanes of the graph that launch nothing in it.
         """
         told = set[Dispatcher]()
         for at, (layer, rows) in enumerate(steps):
             part = self._parts[layer, self._plans[layer].span(rows).key]
             if part not in told:
-                part.expect(number + at, ())
+                part.expect(number + at, absent)
                 told.add(part)
+
+    def living(self, layer: int, rows: int) -> Living | None:
+        """Words of whom a step of `layer`, of `rows` rows a lane, waits for, as `Dispatcher.living`."""
+        return self._parts[layer, self._plans[layer].span(rows).key].living
 
     def late(self, layer: int) -> tuple[int, ...]:
         """Seats whose rows the last steps of `layer` went without; to be asked once an answer is on the host.

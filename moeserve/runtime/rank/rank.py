@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moeserve.device.waits import check_waits
-from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.dispatcher import DispatchSpec, Living
 from moeserve.dispatch.members import Member
 from moeserve.experts.routing.address_book import AddressBook
 from moeserve.experts.routing.choices import StepAddressing
@@ -244,11 +244,13 @@ class Rank:
         rows: LaneRows,
         lane_rows: tuple[int, ...],
         then: Callable[[Tensor], None] | None = None,
+        number: int = 0,
     ) -> Tensor:
         """One step as a part of a CUDA graph that the caller records: it runs when the graph is replayed,
         after `expect` has said so. Collective over the graph's replays.
 
         then: queues what is done with the answer; behind it the step's rows are counted, as of a service.
+        number: of the step where nothing is recorded, and it runs at once.
 
         `lane_rows` are those of each replay, by lane and alike on all members; `rows` are on the device, and
         those that are none are not valid. Returns `[T, H]` in the graph's memory. Raises ValueError where
@@ -265,26 +267,40 @@ class Rank:
             )
         if isinstance(rows, LaneLogits):
             self._runner.gate(layer).check(rows.logits)
+        if number:
+            self._numbered(number)
         addressing = StepAddressing(self._position[layer], self._book, self.meter, fullest)
         members = self.epoch.members
-        launch = Launch(layer, lane_rows, addressing, members, brings=True, number=0, timed=False)
+        launch = Launch(layer, lane_rows, addressing, members, brings=True, number=number, timed=False)
         answer, made = self._runner.launch(launch, rows)
         if then is not None:
             then(answer)
             assert made.counts is not None
-            self._rows.add(self._position[layer], made.counts)
+            if number and self.device != "cpu":
+                self._rows.take(self._position[layer], made.counts)
+                self._rows.count()
+            elif self.device != "cpu":
+                self._rows.add(self._position[layer], made.counts)
         return answer
 
-    def expect(self, steps: Sequence[tuple[int, int]]) -> None:
+    def expect(
+        self, steps: Sequence[tuple[int, int]], number: int | None = None, absent: tuple[int, ...] = ()
+    ) -> None:
         """Says, right before, that a graph with these recorded steps is replayed next on the current stream:
-        the layer of each, and its rows a lane. Alike on all members, which must all bring rows.
+        the layer of each, and its rows a lane. Alike on all members that take part.
+
+        number: of the first, as in `step`. absent: lanes of the graph that launch nothing in it.
         """
         if self.meter is None or not steps:
             return
-        number = self._numbered(None)
-        self._dispatchers.expect_steps(steps, number)
+        number = self._numbered(number)
+        self._dispatchers.expect_steps(steps, number, absent)
         self._number += len(steps) - 1
         self.meter.tick(time.monotonic())
+
+    def living(self, layer: int, rows: int) -> Living | None:
+        """Words of whom a step of `layer`, of `rows` rows a lane, waits for, as `Dispatcher.living`."""
+        return self._dispatchers.living(layer, rows)
 
     def count(self) -> None:
         """Counts the rows of the last step's experts on the device, where its graph has not. Best called when

@@ -567,17 +567,19 @@ def test_steps_are_taken_and_all_else_is_left_to_who_receives(ends: tuple[Stream
     one.send({"kind": "x"})  # that the other end moved comes over the socket
     assert other.receive() == {"kind": "x"} and other.followed
     started = time.monotonic()
-    assert other.take("step", 0.05) is None and not other.waits
+    assert other.take(("step",), 0.05) is None and not other.waits
     assert 0.04 < time.monotonic() - started < SECONDS
     for at in range(3):
         one.send({"kind": "step", "at": at})
     one.send({"kind": "abort"})
     one.send({"kind": "step", "at": 3})
-    assert [other.take("step", SECONDS) for _ in range(3)] == [{"kind": "step", "at": at} for at in range(3)]
+    assert [other.take(("step",), SECONDS) for _ in range(3)] == [
+        {"kind": "step", "at": at} for at in range(3)
+    ]
     for _ in range(2):  # nothing comes before what was left
-        assert other.take("step", SECONDS) is None and other.waits
+        assert other.take(("step",), SECONDS) is None and other.waits
     assert other.receive() == {"kind": "abort"}
-    assert other.take("step", SECONDS) == {"kind": "step", "at": 3}
+    assert other.take(("step",), SECONDS) == {"kind": "step", "at": 3}
 
 
 def test_a_step_that_comes_while_it_is_waited_for_is_taken(ends: tuple[Stream, Stream]) -> None:
@@ -585,7 +587,7 @@ def test_a_step_that_comes_while_it_is_waited_for_is_taken(ends: tuple[Stream, S
     one.send({"kind": "x"})
     other.receive()
     threading.Timer(0.1, lambda: one.send({"kind": "step"})).start()
-    assert other.take("step", SECONDS) == {"kind": "step"}
+    assert other.take(("step",), SECONDS) == {"kind": "step"}
 
 
 @pytest.mark.parametrize("how", ["other end", "own end", "garbage"])
@@ -598,8 +600,8 @@ def test_an_end_is_left_to_who_receives(ends: tuple[Stream, Stream], how: str) -
     ]
     threading.Timer(0.05, act).start()
     started = time.monotonic()
-    assert other.take("step", SECONDS) is None and other.waits
-    assert other.take("step", SECONDS) is None
+    assert other.take(("step",), SECONDS) is None and other.waits
+    assert other.take(("step",), SECONDS) is None
     assert time.monotonic() - started < SECONDS / 2
     with pytest.raises(StreamClosed):
         other.receive()
@@ -608,7 +610,7 @@ def test_an_end_is_left_to_who_receives(ends: tuple[Stream, Stream], how: str) -
 def test_nothing_is_taken_from_a_socket() -> None:
     streams = [Stream(one) for one in socket.socketpair()]
     streams[0].send({"kind": "step"})
-    assert streams[1].take("step", SECONDS) is None and streams[1].waits and not streams[1].followed
+    assert streams[1].take(("step",), SECONDS) is None and streams[1].waits and not streams[1].followed
     assert streams[1].receive() == {"kind": "step"}
     for stream in streams:
         stream.close()
@@ -630,7 +632,7 @@ def test_a_reader_that_spins_lets_other_threads_run() -> None:
     sys.setswitchinterval(0.2)  # nobody is made to give it up meanwhile
     thread = in_thread(run)
     try:
-        assert other.take("step", 0.4) is None
+        assert other.take(("step",), 0.4) is None
     finally:
         sys.setswitchinterval(before)
         ended.set()

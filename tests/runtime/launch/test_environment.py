@@ -24,3 +24,24 @@ def test_a_cpu_has_none_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "hold", lambda device, count: pytest.fail("nothing is held on a CPU"))
     config = Config().with_values({"members.held_multiprocessors": 12})
     assert environment.own_device(config, machine_named("cpu", ()), 3) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "shares", "backend"),
+    [
+        ("cpu", 0, True, "gloo"),
+        ("h100", 2, True, "nccl"),
+        ("h100", 1, True, "gloo"),
+        ("h100", 1, False, "nccl"),  # it says itself that it takes no two ranks of one GPU
+    ],
+)
+def test_ranks_that_share_a_gpu_meet_without_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    gpus: int,
+    shares: bool,
+    backend: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = Config().with_values({"parallel.data_parallel_size": 2, "passes.share_gpu": shares})
+    assert environment.group_backend(config, machine_named(machine, ())) == backend

@@ -94,14 +94,14 @@ def reading() -> Iterator[Reading]:
 
 def test_steps_between_which_nothing_comes_are_taken_by_who_executes_them(reading: Reading) -> None:
     for number in range(50):
-        reading.send("step", number=number)
+        reading.send("run" if number % 3 == 1 else "step", number=number)
         reading.until(number + 1)
     assert [entry["number"] for entry in reading.executed] == list(range(50))
     assert reading.received.qsize() < 10  # the first, and hardly any other
 
 
 def test_all_entries_are_executed_in_their_order_whoever_reads_them(reading: Reading) -> None:
-    kinds = ["step", "commit", "ask", "step", "step", "abort"]
+    kinds = ["step", "commit", "ask", "run", "step", "abort"]
     for number in range(600):
         kind = kinds[number * 7 % 11 % len(kinds)]
         if number % 97 == 0:

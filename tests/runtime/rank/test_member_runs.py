@@ -13,7 +13,8 @@ from moeserve.device.machine import machine_named
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.runs import member_runs
-from moeserve.runtime.rank.runs.member_runs import Mail, MemberRuns, why_not
+from moeserve.runtime.rank.runs.group_runs import GroupRuns
+from moeserve.runtime.rank.runs.member_runs import CannotRun, Mail, MemberRuns, why_not
 from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
 
 LAYOUT = MailLayout(8, 1, 64, 8, 2, torch.bfloat16)
@@ -26,8 +27,8 @@ class Device:
 
     held = RunsHeld("pool", rooms=100)
 
-    def __init__(self, rank: object, graph_steps: int) -> None:
-        self.graph_steps = graph_steps
+    def __init__(self, rank: object = None, graphs: object = None) -> None:
+        self.graphs = graphs
         self.launched: list[tuple[Run, tuple[int, int]]] = []
         self.ends: Exception | None = None
         self.fails: Exception | None = None
@@ -85,7 +86,7 @@ class House:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(member_runs, "PassRuns", Device)
         self.versions = {0: 1, 1: 1}
-        span = SimpleNamespace(dispatcher=SimpleNamespace(name="local"))
+        span = SimpleNamespace(dispatcher=SimpleNamespace(name="local", living=False), up_to=16)
         plan = SimpleNamespace(dispatchers=[span], problem=SimpleNamespace(lane_rows=16))
         self.span = span
         self.epoch = SimpleNamespace(number=9, members=[1], versions=(), version=self.versions.__getitem__)
@@ -93,14 +94,19 @@ class House:
             loaded=True,
             epoch=self.epoch,
             plans={3: plan, 5: plan},
-            served=SimpleNamespace(layers=(3, 5)),
+            served=SimpleNamespace(layers=(3, 5), patience=10.0),
             late=lambda layer: (),
+            member=SimpleNamespace(lane=0),
+            device="cpu",
+            index=0,
         )
+        self.rank = rank
         self.between: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         self.serves, self.full = True, False
         self.counted: list[int] = []
-        made = MemberRuns(rank, self.between.append, self.finish, lambda: self.serves)  # type: ignore[arg-type]
+        self.group = GroupRuns(rank, self.finish)  # type: ignore[arg-type]
+        made = MemberRuns(rank, self.between.append, self.finish, lambda: self.serves, self.group)  # type: ignore[arg-type]
         made.observe = self.counted.append
         self.runs, self.device, self.caller = made, made._runs, Caller()
 
@@ -157,8 +163,10 @@ def test_what_cannot_be_launched_is_told_by_name(house: House) -> None:
     house.runs.closed = lambda: {5}
     assert house.asked() == [("lost", "layer 5 is being restored")]
     house.runs.closed = lambda: ()
-    house.epoch.members = [1, 2]
-    assert "this group has 2 members" in str(house.asked())
+    house.runs.begin(RUN, house.caller, 0)
+    house.epoch.members, house.caller.heard = [1, 2], []
+    house.step()
+    assert house.caller.heard == [("lost", "the group forms anew")], "it has grown since"
     house.epoch.members = [1]
     house.span.dispatcher.name = "nvlink_ll"
     assert "layer 3: nvlink_ll carries rows" in str(house.asked())
@@ -205,6 +213,40 @@ def test_an_interrupted_run_waits_no_more(house: House) -> None:
     house.runs._attached.add(Mail(LANE, Memory()))  # type: ignore[arg-type]
     house.runs.interrupt()
     assert int(LANE.abort[0]) == 1
+
+
+def test_in_a_group_of_several_the_head_is_asked(house: House) -> None:
+    house.epoch.members = [1, 2]
+    told: list[dict[str, object]] = []
+    house.group.tell = told.append
+    assert house.asked() == [("lost", "the group forms anew")], "it does not serve yet"
+    house.group.serving(4)
+    assert house.asked() == [] and not house.device.launched
+    assert told == [{"kind": "run", "generation": 4, "run": 1, "layers": (3, 5), "rows": 8}]
+    house.runs.closed = lambda: {5}
+    assert house.asked() == [("lost", "layer 5 is being restored")] and len(told) == 1
+    house.caller.heard = []
+    house.runs.interrupt()
+    assert house.caller.heard == [("lost", "the group forms anew")], "nobody orders it any more"
+
+
+def test_where_a_group_of_several_takes_no_rows_of_gpus_is_said_by_name(house: House) -> None:
+    house.epoch.members = [1, 2]
+    with pytest.raises(CannotRun, match="layer 3: local carries steps of up to 16 rows, and its kernels do"):
+        house.runs.check(8, 2.0)
+    house.span.dispatcher.living = True
+    house.runs.check(8, 5.0)
+    with pytest.raises(CannotRun, match=r"passes\.patience_seconds = 6 is more than half of the 10 s"):
+        house.runs.check(8, 6.0)
+    large = SimpleNamespace(dispatcher=SimpleNamespace(name="all2allv", living=False), up_to=4096)
+    plan = house.rank.plans[5]
+    plan.dispatchers, plan.problem.lane_rows = [house.span, large], 4096
+    house.runs.check(16, 2.0)
+    with pytest.raises(CannotRun, match="all2allv carries steps of up to 4096 rows"):
+        house.runs.check(17, 2.0)
+    house.rank.member.lane = None
+    with pytest.raises(CannotRun, match="this rank has no lane"):
+        house.runs.check(8, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pass_pairs import Pair, given
 
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
 from moeserve.runtime.planning.passes import GRAPH_STEP_BYTES
+from moeserve.runtime.rank.runs.run_graphs import RunGraphs
 from moeserve.runtime.rank.runs.runs import PassRuns, Told
 
 pytestmark = pytest.mark.gpu(1)
@@ -32,7 +33,7 @@ def rank(alone: Alone) -> Iterator[HostedRank]:
 
 
 def test_recorded_runs_are_bounded_and_take_what_a_plan_allows(rank: HostedRank, alone: Alone) -> None:
-    runs = PassRuns(rank, graph_steps=2 * 64)
+    runs = PassRuns(rank, RunGraphs(2 * 64))
     pair = Pair(runs, alone, stages=1)
     others = [Pair(runs, alone, stages=1) for _ in range(3)]
     rooms = runs.held.rooms
@@ -61,7 +62,7 @@ def test_recorded_runs_are_bounded_and_take_what_a_plan_allows(rank: HostedRank,
     for layers in ((0, 0), (1, 1), (0, 1), (1, 0)):
         run(pair, layers * 16)
     assert runs.recorded_steps <= 2 * 64
-    few, small = PassRuns(rank, graph_steps=8), (0, 1) * 8
+    few, small = PassRuns(rank, RunGraphs(8)), (0, 1) * 8
     last = Pair(few, alone, stages=1)
     flight = last.launch(tuple((layer, 0) for layer in small), 2, begins=last.begin())
     batch = given(alone, 2, seed=1)

@@ -12,6 +12,7 @@ from houses import Alone, house_config
 from pass_pairs import MOST, Pair, expected, given
 from torch import Tensor
 
+from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail.kernels import LOGITS, MISFIT, Given
 from moeserve.dispatch.mail.layout import FEW_BLOCKS
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
@@ -153,6 +154,24 @@ def test_rows_that_do_not_fit_are_left_and_launched_anew(
     assert pair.told(flight) == Told(0, (2,))
     for layer, batch, answer in zip(LAYERS, batches, found, strict=True):
         assert torch.equal(answer, expected(rank, layer, batch))
+
+
+def test_an_answer_that_lacks_a_members_sums_is_not_given_out(
+    rank: HostedRank, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a group of several, whose dispatcher says who was given up."""
+    places = torch.ones(4, dtype=torch.int32, device="cuda")
+    monkeypatch.setattr(rank, "living", lambda layer, rows: Living(places, 0b0101))
+    pair, batch = Pair(PassRuns(rank), alone, stages=1), given(alone, 3, seed=1)
+    for turn, gone in enumerate((1, 3, 2, 1)):  # launched, recorded, replayed
+        places.fill_(1)
+        places[gone] = 0
+        torch.cuda.synchronize()
+        flight = pair.launch(((0, 0),), 4, begins=pair.begin())
+        pair.bring(0, 0, batch)
+        found, ended = pair.fetch(0, batch.hidden), LOST if gone == 2 else 0
+        assert pair.told(flight) == Told(ended, (1,)) and pair.ended == ended, turn
+        assert torch.equal(found, torch.zeros_like(found) if ended else expected(rank, 0, batch))
 
 
 @pytest.mark.parametrize("wrong", ["layer", "kind", "id", "far id"])

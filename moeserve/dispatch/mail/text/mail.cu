@@ -212,10 +212,20 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < rows;
 }
 
+// Whether a member is waited for no more whose sums the answer should have. Each of the first 64 threads looks at a place.
+DEVICE bool lacks_sums(const PostArguments& args) {
+  const int place = threadIdx.x;
+  return args.living && place < 64 && (args.places >> place & 1) && !args.living[place];
+}
+
 // Gives the answer of the step that was taken last to its caller, and counts the step.
 extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args) {
   u64* words = args.state;
-  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), ended = words[ENDED];
+  if (args.living && __syncthreads_or(lacks_sums(args))) {
+    if (threadIdx.x == 0) note_end(words, LOST);
+    __syncthreads();
+  }
+  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), ended = *(volatile u64*)(words + ENDED);
   const u32 count = (u32)words[TAKEN];
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   u8* answers = (u8*)words[ANSWERS];

@@ -183,6 +183,10 @@ class DeviceLanes:
             there = list(self._lanes.values())
         return [_info(attached) for attached in there]
 
+    def company(self) -> None:
+        """Other members of the group wait behind runs of lanes here; from any thread."""
+        self._others_at = time.monotonic()
+
     def close(self) -> None:
         """Detaches all lanes and ends the thread."""
         with self._lock:

@@ -63,7 +63,7 @@ class MailHost:
                     f"{request.rows} rows at {request.stages} stages take {needed} bytes of device memory, "
                     f"and passes.lane_bytes is {self._lane_bytes}",
                 )
-            runs.check()
+            runs.check(request.rows, terms.patience)
             mail = runs.attach(layout, request.answers_handle, terms.patience)
         except CannotRun as error:
             raise DeviceRefused(f"device: {error}") from error

@@ -2,7 +2,8 @@
 
 Where the caller is alone, all steps of a forward pass are launched as soon as the rows of the first are
 there; each then waits on the device for its own, and no host is between two of them. Where others want the
-rank too, a step is launched when its rows are there, so that nobody waits for this caller's attention.
+rank, or its group, too, a step is launched when its rows are there, so that nobody waits for this caller's
+attention. In a group of several a run that has waited too long is left, and its steps come one by one.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class _Pass:
     since: float  # when its next rows were first wanted
     version: int
     flying: int = 0  # runs that have not ended
+    waited: float = 0.0  # since when the first of them has been the next one
     begun: bool = False  # whether any was launched
     waits: bool = False  # whether one of them was launched before all of its rows were there
+    slow: bool = False  # a run of this forward pass was left since it waited too long
     told: tuple[int, ...] | None = None  # steps of each stage that were answered, fewer than were launched
     misfits: int = 0  # runs in a row that were left where the one before was
     fitted: list[int] = field(default_factory=list)  # steps of each stage when a run was left last
@@ -128,6 +131,9 @@ class MailLane(AnnouncedLane):
             return not self.detached and self._look_for_pass(now)
         if self._box[m.GIVEN_UP] == under_way.said.number:
             self._end(Status.OK, "")
+        if under_way.waits and under_way.flying and now - under_way.waited > self._runs.most_seconds:
+            under_way.slow = True
+            self.yield_steps()
         with self._lock:
             run = None if self._concluded() else self._next_run(under_way, now)
             demanded = under_way.demanded
@@ -186,13 +192,16 @@ class MailLane(AnnouncedLane):
             return None
         most = self._layout.rows if run.misfits else max(counts)
         rows = min(padded_rows(most), self._runs.most_rows)
-        if run.alike and len(there) == len(run.sent) and len(kinds) == 1 and alone:
-            steps, run.waits = run.ahead(), True
+        begins, kind = 0 if run.begun else run.said.number, headers[0][1]
+        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again)
+        run.slow = run.slow and not run.resting
+        together = run.alike and len(there) == len(run.sent) and len(kinds) == 1
+        if together and alone and not run.slow and self._runs.leads(made):
+            run.waits = True
         else:
-            steps, kinds = ((run.layer(there[0]), there[0]),), {headers[0][1]}
-        begins = 0 if run.begun else run.said.number
-        made = Run(self._mail.lane, steps, rows, kinds.pop(), begins, run.again)
-        for _, stage in steps:
+            made = made._replace(steps=((run.layer(there[0]), there[0]),))
+        run.waited = run.waited if run.flying else now
+        for _, stage in made.steps:
             run.sent[stage] += 1
         run.flying, run.begun, run.again, run.since = run.flying + 1, True, False, now
         return made
@@ -226,7 +235,7 @@ class MailLane(AnnouncedLane):
             run.flying -= 1
             self.counts.steps += told.answered
             run.version = run.version or version
-            run.since = time.monotonic()
+            run.since = run.waited = time.monotonic()
             stages = len(run.sent)
             if told.ended == MISFIT or (not run.flying and told.steps[:stages] != tuple(run.sent)):
                 run.told = told.steps[:stages]

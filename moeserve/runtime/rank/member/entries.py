@@ -3,14 +3,15 @@
 Two threads share the reading of the stream. The receiving one sees what comes while an entry is executed: an
 abort, a question. To hand each step's header from it to the executing one costs a wake-up and a turn at the
 interpreter, as much as many a step takes. So where the stream is a ring, the executing thread reads it itself
-between two steps, and takes steps there and nothing else: whatever else comes is left to the receiving one.
-That one looks every `LOOK_SECONDS` whether a step takes long, and reads meanwhile.
+between two steps, and takes steps and runs there and nothing else: what else comes is left to the receiving
+one. That one looks every `LOOK_SECONDS` whether a step takes long, and reads meanwhile.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Collection
 from typing import Protocol
 
 from moeserve.runtime.control.stream import Message
@@ -19,6 +20,9 @@ LOOK_SECONDS = 0.01
 """Between looks whether a step still runs that ran at the last one. What comes meanwhile is seen so much
 later, or at most twice as much.
 """
+
+STEPS = ("step", "run")
+"""Kinds of entries that the executing thread takes by itself."""
 
 REST_LOOKS = 100  # without a step, after which nobody looks until one begins
 
@@ -37,8 +41,8 @@ class StepSource(Protocol):
     def ready(self) -> bool:
         """Whether the next message is there, or begins to come."""
 
-    def take(self, kind: str, seconds: float) -> Message | None:
-        """The next message, where it is of that kind and comes within so many seconds."""
+    def take(self, kinds: Collection[str], seconds: float) -> Message | None:
+        """The next message, where it is of one of these kinds and comes within so many seconds."""
 
     @property
     def waits(self) -> bool:
@@ -69,7 +73,7 @@ class Entries:
         """
         with self._lock:
             self._queue.put(entry)
-            if entry["kind"] == "step" and self._source is not None and self._source.followed:
+            if entry["kind"] in STEPS and self._source is not None and self._source.followed:
                 self._receives = False
 
     def put_beside(self, entry: Message) -> None:
@@ -105,7 +109,7 @@ class Entries:
             self._taking = not self._receives and self._queue.empty()
         if self._source is None or not self._taking:
             return self._given(self._queued(seconds))
-        entry = self._source.take("step", seconds)
+        entry = self._source.take(STEPS, seconds)
         left = entry is None and self._source.waits
         with self._lock:
             self._taking = False

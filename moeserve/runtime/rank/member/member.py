@@ -36,6 +36,7 @@ from moeserve.runtime.rank.member.member_group import Meeting, MemberGroup, Proc
 from moeserve.runtime.rank.member.restoring import Restoring
 from moeserve.runtime.rank.member.steps import REPORT_SECONDS, MemberSteps
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.runs.group_runs import GroupRuns
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.step import Announcement, StepRecord
 
@@ -79,6 +80,7 @@ class Member:
         self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._held.restore, self._tell)
         self._steps.failed = self._report_failure
         self._steps.another = lambda: self._entries.another
+        self._runs: GroupRuns | None = None
         # by kind: what the receiving thread does, while a step runs
         self._at_once: dict[str, Callable[[Message], None]] = {
             "stage": self.changes.prepare,
@@ -87,6 +89,7 @@ class Member:
             "peers": lambda message: self.on_peers(addresses_from(message)),
             "open_layers": self._open_layers,
             "ask": lambda message: self._say_here(message["generation"]),
+            "company": lambda message: self.on_company(),
             "stored": self._group.answered,
             "drain": lambda message: threading.Thread(
                 target=self._drain, args=(message,), name="drain", daemon=True
@@ -97,6 +100,7 @@ class Member:
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
         # where each owner's process gives its experts, since the group serves
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
+        self.on_company: Callable[[], None] = lambda: None  # other members wait behind this one's runs
         self.on_end: Callable[[], None] = lambda: None  # the generation has ended; from any thread
         self.on_leave: Callable[[], None] = lambda: (
             None
@@ -122,6 +126,10 @@ class Member:
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
         return self._held.epoch.weights_version if self._held.epoch is not None else 0
+
+    def take_runs(self, runs: GroupRuns) -> None:
+        """Has `runs` launch runs of the group's lanes."""
+        self._runs, runs.tell, runs.failed, runs.observe = runs, self._tell, self._report_failure, self.ran
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
@@ -275,6 +283,9 @@ class Member:
         match entry["kind"]:
             case "step":
                 self._steps.run(header_from(entry), entry["generation"], self._held.epoch)
+            case "run" if self._runs is not None:
+                self._runs.execute(entry)
+                self._steps.report_if_due(entry["generation"])
             case "prepare":
                 self._prepare(entry)
             case "load":

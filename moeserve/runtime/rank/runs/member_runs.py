@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
 
 import torch
 
@@ -17,13 +17,13 @@ from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
+from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.runs.runs import MOST_STEPS, Flight, OwnerLane, PassRuns, Run, Told
+from moeserve.runtime.rank.runs.group_runs import ANEW, Act, GroupRuns, OwnRun, Pass
+from moeserve.runtime.rank.runs.runs import Flight, OwnerLane, PassRuns, Run
 
 log = logging.getLogger(__name__)
-
-Act = Callable[[], None]
 
 ALONE = "local"
 """The dispatcher of a group of one."""
@@ -38,19 +38,6 @@ def why_not(machine: Machine) -> str:
     if NEEDED_MODULE not in machine.modules:
         return f"{NEEDED_MODULE} is not installed at this rank, which compiles the kernels that wait for rows"
     return ""
-
-
-class Pass(Protocol):
-    """Whose run it is. Its methods are called once in all for each run, from any thread."""
-
-    def ran(self, told: Told, version: int) -> None:
-        """The run has ended, with this version of the weights."""
-
-    def lost(self, why: str) -> None:
-        """It cannot be launched, or is lost on the way."""
-
-    def other_weights(self, version: int) -> None:
-        """It was not launched: its layers have this version of the weights."""
 
 
 class CannotRun(Exception):
@@ -71,11 +58,11 @@ class Mail:
 
 
 class MemberRuns:
-    """Runs of one member, which is alone in its group. Attach and detach from any thread.
+    """Runs of one member's lanes. Attach and detach from any thread.
 
+    A member that is alone launches them by itself; in a group of several the head orders them, by `group`.
     between: has an act done by the thread that launches steps, between two of them. finish: has one done
-    after the steps that were launched before. serving: whether the group serves. graph_steps: of all recorded
-    runs.
+    after the steps that were launched before. serving: whether the group serves.
     """
 
     def __init__(
@@ -84,10 +71,12 @@ class MemberRuns:
         between: Callable[[Act], None],
         finish: Callable[[Act], None],
         serving: Callable[[], bool],
-        graph_steps: int = MOST_STEPS,
+        group: GroupRuns,
     ) -> None:
         self._rank, self._between, self._finish, self._serving = rank, between, finish, serving
-        self._runs = PassRuns(rank, graph_steps)
+        self._runs = PassRuns(rank, group.graphs)
+        self._group = group
+        group.launch, group.flies, group.over = self._runs.launch, self._flies, self._over
         self.closed: Callable[[], Collection[int]] = lambda: ()  # layers that no step may take now
         self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
         self._lock = threading.Lock()
@@ -111,21 +100,61 @@ class MemberRuns:
         """Of the GPU that computes here."""
         return str(torch.cuda.get_device_properties(self._rank.device).uuid)
 
-    def check(self) -> None:
-        """Raises CannotRun where steps cannot be launched ahead."""
+    @property
+    def _alone(self) -> bool:
+        return len(self._rank.epoch.members) == 1
+
+    @property
+    def most_seconds(self) -> float:
+        """After which a run that waits for its caller is left: in a group of several its other members wait
+        for it, and none may be taken for late.
+        """
+        return math.inf if self._alone else self._rank.served.patience / 2
+
+    def leads(self, run: Run) -> bool:
+        """Whether its steps may be launched before the rows of all are there. In a group of several each has
+        run once before: what a step needs is loaded by one whose rows are there.
+        """
+        return self._alone or self._runs.known(run)
+
+    def check(self, rows: int, patience: float) -> None:
+        """Raises CannotRun where steps of so many rows cannot be launched ahead, for which a caller may take
+        so many seconds.
+        """
         if not self._rank.loaded:
             raise CannotRun("this rank has loaded no experts yet; attach again when the service serves")
-        if (members := len(self._rank.epoch.members)) != 1:
-            raise CannotRun(
-                f"this group has {members} members, whose steps the head orders one by one; device lanes "
-                "of a GPU are served by a group of one owner. Attach with rows in host memory (cpu)"
-            )
+        if self._alone:
+            self._check_alone()
+        else:
+            self._check_group(min(padded_rows(rows), self.most_rows), patience)
+
+    def _check_alone(self) -> None:
         for layer, plan in self._rank.plans.items():
             if other := {span.dispatcher.name for span in plan.dispatchers} - {ALONE}:
                 raise CannotRun(
                     f"layer {layer}: {', '.join(sorted(other))} carries rows, as in a group of several; "
                     f"device lanes of a GPU are served where {ALONE} carries them"
                 )
+
+    def _check_group(self, rows: int, patience: float) -> None:
+        if self._rank.member.lane is None:
+            raise CannotRun("this rank has no lane, by which rows come to its group; attach to one that has")
+        if patience > self.most_seconds:
+            raise CannotRun(
+                f"passes.patience_seconds = {patience:g} is more than half of the "
+                f"{self._rank.served.patience:g} s after which a rank counts as late that waits for a "
+                "caller: lower it, or raise step.late_seconds"
+            )
+        for layer, plan in self._rank.plans.items():
+            for span in plan.dispatchers:
+                if not span.dispatcher.living:
+                    raise CannotRun(
+                        f"layer {layer}: {span.dispatcher.name} carries steps of up to {span.up_to} rows, "
+                        "and its kernels do not say whether all members are there; attach with rows in host "
+                        "memory (cpu), or set plan.all2all_backend to nvlink_ll or nvlink_ht"
+                    )
+                if span.up_to >= rows:
+                    break
 
     def attach(self, layout: MailLayout, answers: bytes, patience: float) -> Mail:
         """Memory for a lane whose caller's has the CUDA IPC handle `answers`. Raises CannotRun."""
@@ -152,7 +181,9 @@ class MemberRuns:
         """Device memory that is held for lanes and their runs, by any thread."""
         with self._lock:
             mails = [*self._attached, *self._retired]
-        return self._runs.held._replace(mailboxes=sum(mail.memory.mine.nbytes for mail in mails))
+        held = self._runs.held
+        mailboxes = sum(mail.memory.mine.nbytes for mail in mails)
+        return held._replace(rooms=held.rooms + self._group.nbytes, mailboxes=mailboxes)
 
     @property
     def retired(self) -> int:
@@ -168,7 +199,18 @@ class MemberRuns:
 
     def begin(self, run: Run, of: Pass, version: int) -> None:
         """Has a run launched between two steps. version: of the weights that it must have; 0: any."""
-        self._between(lambda: self._launch(run, of, version))
+        if self._alone:
+            self._between(lambda: self._launch(run, of, version))
+        elif waits := self._closed(run):
+            of.lost(waits)
+        else:
+            self._group.ask(OwnRun(run, of, version))
+
+    def _closed(self, run: Run) -> str:
+        """Why no step of the run may be taken now; empty where it may."""
+        closed = self.closed()
+        waits = [layer for layer, _ in run.steps if layer in closed]
+        return f"layer {waits[0]} is being restored" if waits else ""
 
     def drop(self) -> None:
         """What runs have recorded is about to change, and none is under way. By the thread that launches."""
@@ -185,6 +227,7 @@ class MemberRuns:
         with self._lock:
             for mail in self._attached:
                 mail.lane.abort[0] = ABORT
+        self._group.end()
 
     def _launch(self, run: Run, of: Pass, version: int) -> None:
         """Launches a run, or says why not: whose run it is hears of it once, whatever happens."""
@@ -197,8 +240,7 @@ class MemberRuns:
         if launched is None:
             return
         flight, found = launched
-        with self._lock:
-            self._flying += 1
+        self._flies()
         try:
             self._finish(lambda: self._ended(flight, of, found))
         except Exception as error:  # what was launched before does not end
@@ -209,17 +251,20 @@ class MemberRuns:
     def _launched(self, run: Run, of: Pass, version: int) -> tuple[Flight, int] | None:
         """The run that was launched, and its weights; None where `of` was told why it was not."""
         if not self._serving():
-            of.lost("the group forms anew")
+            of.lost(ANEW)
+            return None
+        if not self._alone:  # it has grown since
+            of.lost(ANEW)
             return None
         try:
-            self.check()
+            self._check_alone()
         except CannotRun as why:
             of.lost(str(why))
             return None
-        epoch, served, closed = self._rank.epoch, self._rank.served, self.closed()
-        if waits := [layer for layer, _ in run.steps if layer in closed]:
-            of.lost(f"layer {waits[0]} is being restored")
+        if waits := self._closed(run):
+            of.lost(waits)
             return None
+        epoch, served = self._rank.epoch, self._rank.served
         versions = {layer: epoch.version(at) for at, layer in enumerate(served.layers)}
         first = versions[run.steps[0][0]]
         if version not in (0, first):
@@ -240,6 +285,10 @@ class MemberRuns:
             return
         self.observe(told.answered)
         self._over(lambda: of.ran(told, version))
+
+    def _flies(self) -> None:
+        with self._lock:
+            self._flying += 1
 
     def _over(self, tell: Act) -> None:
         """A run is over: whose it was is told, and what was detached meanwhile is freed."""

@@ -7,11 +7,9 @@ the state of the lane whose run it is, with the addresses of its memory, is copi
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -21,17 +19,11 @@ from torch import Tensor
 
 from moeserve.dispatch.mail.kernels import MISFIT, Given, OwnerKernels, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
-from moeserve.runtime.rank.graphs import CudaCapture, Replay
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.runs.rooms import Rooms
-from moeserve.runtime.sections import PassesConfig
+from moeserve.runtime.rank.runs.run_graphs import RunGraphs, RunLanes
 from moeserve.runtime.step import LaneInput
-
-log = logging.getLogger(__name__)
-
-MOST_STEPS = PassesConfig.graph_steps
-"""Of all recorded runs of one rank; those that were launched longest ago are dropped for others."""
 
 READY_COPIES = 6
 """Of a lane's state, pinned, made with the lane: to pin memory may wait for what waits on the device."""
@@ -115,23 +107,23 @@ class _Key(NamedTuple):
     kind: int
 
 
-class PassRuns:
-    """Launches runs of one rank, which is the only member of its group; one thread uses it, but for `lane`.
+def _key(run: Run) -> _Key:
+    return _Key(run.lane.layout, run.steps, run.rows, run.kind)
 
-    Runs follow one another on the stream that they are launched on, and the rank's other steps too.
+
+class PassRuns:
+    """Launches runs of one rank's lanes; one thread uses it, but for `lane` and `known`.
+
+    Runs follow one another on the stream that they are launched on, and the rank's other steps too. In a
+    group of several owners the others launch the same steps, with the same numbers, as `BlankRuns` does.
     """
 
-    def __init__(self, rank: Rank, graph_steps: int = MOST_STEPS) -> None:
-        """graph_steps: of all recorded runs together."""
+    def __init__(self, rank: Rank, graphs: RunGraphs | None = None) -> None:
         self._rank, self._device = rank, torch.device(rank.device)
-        self._graph_steps = graph_steps
         self._now = words(self._device)  # the state of the lane whose run it is
         self._rooms = Rooms(self._device)
         self._kernels: dict[MailLayout, OwnerKernels] = {}
-        self._graphs: OrderedDict[_Key, Replay] = OrderedDict()
-        self._seen = set[_Key]()  # single steps that were launched
-        self._refused = set[_Key]()  # that could not be recorded
-        self._capture = CudaCapture()
+        self._graphs = graphs or RunGraphs()
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
         self._lanes = Counter[MailLayout]()
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
@@ -146,19 +138,23 @@ class PassRuns:
     @property
     def recorded_steps(self) -> int:
         """Of all recorded runs."""
-        return sum(len(known.steps) for known in self._graphs)
+        return self._graphs.steps
 
     @property
     def held(self) -> RunsHeld:
         """Device memory that is held for runs, by any thread."""
-        return RunsHeld(self._capture.pool, self._rooms.nbytes)
+        return RunsHeld(self._graphs.pool, self._rooms.nbytes)
 
     def drop(self) -> None:
         """Drops all graphs: what they recorded is about to change."""
-        self._graphs.clear()
-        self._refused.clear()
-        self._seen.clear()
-        self._capture = CudaCapture()
+        self._graphs.drop()
+
+    def known(self, run: Run) -> bool:
+        """Whether each of its steps has run with as many rows: what they need is loaded. From any thread."""
+        key = _key(run)
+        return self._graphs.seen(key) or all(
+            self._graphs.seen(key._replace(steps=(step,))) for step in dict.fromkeys(run.steps)
+        )
 
     def lane(self, layout: MailLayout, addresses: tuple[int, int], patience: float) -> OwnerLane:
         """An owner's end of a lane; see OwnerLane. Its kernels are loaded, which waits for the device."""
@@ -172,8 +168,9 @@ class PassRuns:
         return made
 
     @torch.no_grad()
-    def launch(self, run: Run, stamp: tuple[int, int]) -> Flight:
+    def launch(self, run: Run, stamp: tuple[int, int], number: int = 0) -> Flight:
         """Queues a run on the current stream. stamp: the epoch, and the version of all its layers' weights.
+        number: of its first step, in a group of several members; 0 in a group of one.
 
         Raises ValueError where a layer's dispatcher reads a count on the host.
         """
@@ -191,7 +188,7 @@ class PassRuns:
             lane.state[Word.VERSION].fill_(stamp[1])
             self._stamps[lane] = stamp
         self._now.copy_(lane.state)
-        self._work(run)()
+        self._work(_key(run), number)
         lane.state.copy_(self._now)
         pinned[-1].copy_(lane.state, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -206,56 +203,43 @@ class PassRuns:
             if self._lanes[lane.layout] > 0:
                 return
             del self._lanes[lane.layout], self._kernels[lane.layout]
-        self._seen = {key for key in self._seen if key.layout != lane.layout}
-        self._refused = {key for key in self._refused if key.layout != lane.layout}
-        for key in [key for key in self._graphs if key.layout == lane.layout]:
-            del self._graphs[key]
+        self._graphs.forget(lambda key: isinstance(key, _Key) and key.layout == lane.layout)
         with self._lock:
             if not self._lanes:
                 self._rooms.clear()
 
-    def _work(self, run: Run) -> Callable[[], None]:
-        """What computes the run, or its first steps: a graph, where it can be recorded."""
-        key = _Key(run.lane.layout, run.steps, run.rows, run.kind)
-        replay = self._graphs.get(key)
+    def _work(self, key: _Key, number: int) -> None:
+        """Queues what computes the run: a graph, where it can be recorded. Else it is launched kernel by
+        kernel; in a group of one its first steps, since nobody else waits for the others.
+        """
+        rank, lane = self._rank, self._rank.member.lane or 0
+        lanes = RunLanes.of(rank.epoch.members, lane, key.rows)
+        if not number:
+            alone = tuple(key.rows if at == lane else 0 for at in range(rank.epoch.members.max_lanes))
+            lanes = RunLanes(alone, alone, ())
+
+        def recorded() -> None:
+            self._steps(key, lanes.recorded)
+
+        replay = self._graphs.replay_of(key, len(key.steps), recorded)
         if replay is not None:
-            self._graphs.move_to_end(key)
-            return replay
+            if number:
+                rank.expect([(layer, key.rows) for layer, _ in key.steps], number, lanes.absent)
+            replay()
+        elif number:
+            self._steps(key, lanes.launched, number)
+        else:
+            self._steps(key._replace(steps=key.steps[:FEW_STEPS]), lanes.launched)
 
-        def steps() -> None:
-            self._steps(key)
-
-        if len(run.steps) == 1 and key not in self._seen:  # it may come once only
-            self._seen.add(key)
-            return steps
-        if key not in self._refused and len(key.steps) <= self._graph_steps:
-            try:
-                replay = self._capture(steps)
-            except RuntimeError as error:
-                log.warning("%d steps of %d rows: no CUDA graph: %s", len(run.steps), run.rows, error)
-                self._refused.add(key)
-            else:
-                self._keep(key, replay)
-                return replay
-        few = key._replace(steps=run.steps[:FEW_STEPS])
-        return lambda: self._steps(few)
-
-    def _keep(self, key: _Key, replay: Replay) -> None:
-        held = self.recorded_steps
-        while self._graphs and held + len(key.steps) > self._graph_steps:
-            known, _ = self._graphs.popitem(last=False)
-            held -= len(known.steps)
-        self._graphs[key] = replay
-
-    def _steps(self, key: _Key) -> None:
+    def _steps(self, key: _Key, lane_rows: tuple[int, ...], number: int = 0) -> None:
+        """number: of the first step, where they run at once in a group of several members."""
         rank, kernels = self._rank, self._kernels_of(key.layout)
         room = self._rooms.of(key.layout, key.rows, key.kind)
         route, weights = (room.experts, room.weights) if isinstance(room, LaneInput) else (room.logits, None)
-        lane = rank.member.lane or 0
-        lane_rows = tuple(key.rows if at == lane else 0 for at in range(rank.epoch.members.max_lanes))
-        for layer, stage in key.steps:
+        for at, (layer, stage) in enumerate(key.steps):
             kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid)
-            rank.record(layer, room, lane_rows, then=partial(kernels.post, stage))
+            post = partial(kernels.post, stage, living=rank.living(layer, key.rows))
+            rank.record(layer, room, lane_rows, then=post, number=number + at if number else 0)
 
     def _kernels_of(self, layout: MailLayout) -> OwnerKernels:
         found = self._kernels.get(layout)
