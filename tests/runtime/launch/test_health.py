@@ -53,6 +53,7 @@ def test_a_rank_that_drains_serves_nobody_when_the_group_forms_again() -> None:
     endpoint = SimpleNamespace(drain=lambda reason: None, set_serving=lambda *, serving: told.append(serving))
     process: Any = object.__new__(_RankProcess)
     process._endpoint, process._door, process._draining = endpoint, door, False
+    process._group_runs = SimpleNamespace(serving=lambda generation: None)
     process._telling, process._telemetry = threading.Lock(), SimpleNamespace(set_group=lambda *group: None)
     process._serving(1, 0)
     process._drain("the service is stopping")

@@ -22,7 +22,6 @@ from moeserve.runtime.control.run_messages import (
     run_message,
 )
 from moeserve.runtime.control.stream import Message
-from moeserve.runtime.rank.runs import run_graphs
 from moeserve.runtime.rank.runs.group_runs import GroupRuns, OwnRun
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs, RunLanes
 from moeserve.runtime.rank.runs.runs import FEW_STEPS, OwnerLane, PassRuns, Run, Told, _key
@@ -220,8 +219,7 @@ def test_rows_of_lanes_are_those_of_a_steps_graph() -> None:
     assert RunLanes.of(Members.of_ranks(2), 1, 2) == RunLanes((2, 2), (2, 2), ())
 
 
-def test_graphs_are_recorded_once_and_dropped_by_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_graphs, "MOST_STEPS", 5)
+def test_graphs_are_recorded_once_and_dropped_by_their_steps() -> None:
     recorded: list[str] = []
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
@@ -231,7 +229,7 @@ def test_graphs_are_recorded_once_and_dropped_by_their_steps(monkeypatch: pytest
     def bad() -> None:
         raise RuntimeError("not in a graph")
 
-    graphs = RunGraphs(capture)
+    graphs = RunGraphs(5, capture)
     assert graphs.replay_of("one", 1, lambda: recorded.append("one")) is None, "it may come once only"
     assert graphs.seen("one") and not graphs.seen("three")
     for _ in range(2):
@@ -241,6 +239,7 @@ def test_graphs_are_recorded_once_and_dropped_by_their_steps(monkeypatch: pytest
     assert recorded == ["one", "three"]
     assert graphs.replay_of("two", 2, lambda: None) is not None
     assert len(graphs) == 2 and graphs.seen("three") and graphs.seen("two"), "the oldest is dropped"
+    assert graphs.steps == 5 and graphs.replay_of("long", 6, lambda: None) is None and graphs.steps == 5
     graphs.forget(lambda key: key == "two")
     assert len(graphs) == 1
     graphs.drop()
@@ -255,10 +254,11 @@ class Own:
         self.expected: list[tuple[object, ...]] = []
         self.epoch, self.member = SimpleNamespace(members=members), members.at(0)
         made = self.runs = PassRuns.__new__(PassRuns)  # whose first act is to load kernels
-        made._rank, made._graphs = self, RunGraphs(self.capture)  # type: ignore[assignment]
+        made._rank, made._graphs = self, RunGraphs(capture=self.capture)  # type: ignore[assignment]
         kernels = SimpleNamespace(take=self.take, post=self.post)
         made._kernels_of = lambda layout: kernels  # type: ignore[method-assign,assignment,return-value]
-        made._room = lambda key: LaneInput(*4 * (torch.zeros(key.rows),))  # type: ignore[method-assign]
+        rooms = SimpleNamespace(of=lambda layout, rows, kind: LaneInput(*4 * (torch.zeros(rows),)))
+        made._rooms = rooms  # type: ignore[assignment]
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.queued.append(("recorded",))
@@ -307,7 +307,7 @@ def test_all_steps_of_an_ordered_run_are_launched_where_none_can_be_recorded() -
     def bad(work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("not in a graph")
 
-    own.runs._graphs = RunGraphs(bad)
+    own.runs._graphs = RunGraphs(capture=bad)
     steps = tuple((layer, 0) for layer in (3, 5, 3, 5))
     queued = own.work(*steps, number=100)
     assert [one[3] for one in queued if one[0] == "step"] == [100, 101, 102, 103]
