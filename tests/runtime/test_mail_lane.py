@@ -143,6 +143,17 @@ def test_weights_that_a_caller_demands_are_demanded_of_each_run(caller: Caller, 
     assert "weights version 5, and this pass 4" in caller.ended[1]
 
 
+def test_a_long_forward_pass_has_several_runs(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To record a run holds up all other steps as long as it takes."""
+    monkeypatch.setattr(mail_lane, "AHEAD_STEPS", 2)
+    caller.standing([3, 5, 3], flags=m.ANY_WEIGHTS)
+    for step in (0, 2, 3):
+        caller.bring(0, step)
+        assert caller.look()
+        caller.lane.ran(Told(0, (sum(len(run.steps) for run, _ in caller.begun), 0)), 1)
+    assert [run.steps for run, _ in caller.begun] == [((3, 0), (5, 0)), ((3, 0),), ((3, 0), (5, 0))]
+
+
 def test_two_forward_passes_at_most_are_launched_ahead(caller: Caller) -> None:
     caller.standing([3], flags=m.ANY_WEIGHTS)
     for step in range(MOST_FLYING):

@@ -70,6 +70,8 @@ class StepOrder:
     def _tell_company(self, now: float) -> None:
         """Tells members whose runs others wait behind: those leave their runs, and ask step by step."""
         for run, started in self.in_flight.shared_runs():
+            if run.seat not in self._group.seats:  # it has left
+                continue
             since = now - COMPANY_SECONDS if len(run.layers) == 1 else max(started, now - COMPANY_SECONDS)
             if self._told_at.get(run.seat, -math.inf) <= since:
                 self._told_at[run.seat] = now

@@ -37,15 +37,16 @@ def own_device(config: Config, machine: Machine, at: int) -> str:
     return device
 
 
-def group_backend(config: Config, machine: Machine) -> str:
-    """What ranks on such machines form their process group with.
+def group_backend(config: Config, machine: Machine, on_host: int) -> str:
+    """What ranks on such machines form their process group with. on_host: ranks on this one.
 
     NCCL refuses ranks of one GPU. Where they share it, for trials, gloo does: dispatchers over peer memory
     only meet by it.
     """
     if machine.device == "cpu":
         return "gloo"
-    shared = config.passes.share_gpu and config.parallel.mesh.ranks > torch.cuda.device_count()
+    one_host = on_host == config.parallel.mesh.ranks
+    shared = config.passes.share_gpu and one_host and on_host > torch.cuda.device_count()
     return "gloo" if shared else "nccl"
 
 

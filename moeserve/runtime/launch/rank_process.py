@@ -187,7 +187,7 @@ class _RankProcess:
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
-            group_backend(config, machine), config.step.timeout_seconds, own_process=True
+            group_backend(config, machine, spec.ranks_on_host), config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.come_back = stream.come_back

@@ -27,12 +27,13 @@ def test_a_cpu_has_none_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "gpus", "shares", "backend"),
+    ("machine", "gpus", "shares", "on_host", "backend"),
     [
-        ("cpu", 0, True, "gloo"),
-        ("h100", 2, True, "nccl"),
-        ("h100", 1, True, "gloo"),
-        ("h100", 1, False, "nccl"),  # it says itself that it takes no two ranks of one GPU
+        ("cpu", 0, True, 2, "gloo"),
+        ("h100", 2, True, 2, "nccl"),
+        ("h100", 1, True, 2, "gloo"),
+        ("h100", 1, True, 1, "nccl"),  # the other rank is on another host
+        ("h100", 1, False, 2, "nccl"),  # it says itself that it takes no two ranks of one GPU
     ],
 )
 def test_ranks_that_share_a_gpu_meet_without_nccl(
@@ -40,8 +41,9 @@ def test_ranks_that_share_a_gpu_meet_without_nccl(
     machine: str,
     gpus: int,
     shares: bool,
+    on_host: int,
     backend: str,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = Config().with_values({"parallel.data_parallel_size": 2, "passes.share_gpu": shares})
-    assert environment.group_backend(config, machine_named(machine, ())) == backend
+    assert environment.group_backend(config, machine_named(machine, ()), on_host) == backend

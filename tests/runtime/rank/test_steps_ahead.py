@@ -18,6 +18,7 @@ from moeserve.runtime.rank import answers
 from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch, LaneCall
+from moeserve.runtime.rank.member import steps as steps_room
 from moeserve.runtime.rank.member.steps import APART_STEPS, MemberSteps
 from moeserve.runtime.rank.transfers import transfers
 from moeserve.runtime.rank.transfers.step_room import StepRoom
@@ -148,6 +149,34 @@ def test_a_caller_who_is_alone_is_answered_by_the_thread_of_the_steps(running: R
     assert [ident == me for ident in answered] == [False] * (APART_STEPS - 1) + [True] * 3
     assert [running.said.get(timeout=SECONDS)["step"] for _ in answered] == list(range(1, APART_STEPS + 3))
     assert [record.number for record in running.records] == list(range(1, APART_STEPS + 3))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_head_is_told_before_a_large_answer_is_given_out(
+    running: Running, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is given it may copy it, and the next step waits for the word."""
+    monkeypatch.setattr(steps_room, "LARGE_BYTES", 2 * H * 4 if large else 2 * H * 4 + 1)
+    order = list[str]()
+    running.on_done = lambda: order.append("told")
+    running.given_back = Noted(order)
+    running.engines.passed = True
+    call = running.call(1)
+    assert call.wait(SECONDS)
+    running.steps.drain()
+    assert order == (["told", "answered"] if large else ["answered", "told"])
+
+
+class Noted(list[int]):
+    """Notes in `order` when a caller's memory was given back, as its answer is."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.order = order
+
+    def append(self, number: int) -> None:
+        super().append(number)
+        self.order.append("answered")
 
 
 @pytest.mark.parametrize("why", ["another entry", "another job", "two callers"])

@@ -25,6 +25,9 @@ from moeserve.runtime.rank.runs.runs import Run, Told
 COMPANY_SECONDS = 0.0003
 """For the rows of a pass's other stages, before those that are there are launched alone."""
 
+AHEAD_STEPS = 512
+"""Of one run: to record it takes the thread of the steps a millisecond for each, and no other step runs."""
+
 MOST_FLYING = 2
 """Runs of one lane that were launched and have not ended; one, as long as nobody knows the weights of a pass
 whose steps must have the same.
@@ -79,9 +82,10 @@ class _Pass:
         return not self.said.standing and all(steps == len(self.said.layers) for steps in self.sent)
 
     def ahead(self) -> tuple[tuple[int, int], ...]:
-        """All steps that are left of this forward pass, layer by layer."""
+        """The steps that are left of this forward pass, layer by layer; a long one has several runs."""
         layers, at = self.said.layers, self.sent[0] % len(self.said.layers)
-        return tuple((layer, stage) for layer in layers[at:] for stage in range(len(self.sent)))
+        last = at + max(1, AHEAD_STEPS // len(self.sent))
+        return tuple((layer, stage) for layer in layers[at:last] for stage in range(len(self.sent)))
 
 
 class MailLane(AnnouncedLane):

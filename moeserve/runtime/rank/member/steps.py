@@ -35,6 +35,11 @@ APART_STEPS = 8
 
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 
+LARGE_BYTES = 1 << 20
+"""The head is told that a step has ended before answers of this size on are given out, and else right after
+the first: to tell it takes longer than to give out a small one.
+"""
+
 Parts = Sequence[tuple[int, "Job | None"]]
 """Rows and job of each caller in a step, in its order; None for a job that is gone."""
 
@@ -182,7 +187,9 @@ class MemberSteps:
         finally:
             launched.flight.release()
         self._rank.progress.end(header.number)
-        told = False
+        # a large answer may be copied by this thread: the next step's header need not wait for it
+        large = sum(one.nbytes for one in launched.flight.outputs if one is not None) >= LARGE_BYTES
+        told = large and self._done(launched)
         for output, (_, job) in zip(launched.flight.outputs, launched.parts, strict=True):
             if job is not None and output is not None:
                 job.finish(output, launched.stamp)
