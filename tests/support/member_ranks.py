@@ -148,6 +148,18 @@ class Process:
         return self.records
 
 
+def head_for(rank: int, served: Served, members: Members) -> tuple[Coordinator | None, str]:
+    """The group's head, in the process of the first member alone, and its address. Collective."""
+    port, head = torch.zeros(1, dtype=torch.int64), None
+    if rank == 0:
+        pace = StepPace(LANE_ROWS, 2 * LANE_ROWS)
+        head = Coordinator(first_epoch(served, members), served.layers, pace, "127.0.0.1", TOKEN)
+        head.start()
+        port[0] = int(head.address.rsplit(":", 1)[1])
+    dist.broadcast(port, group=group(), group_src=0)
+    return head, f"127.0.0.1:{int(port)}"
+
+
 def serving(rank: int, world: int, path: Path) -> tuple[list[int], int, list[int]]:
     """A group of a lane, a rank and an owner that serves, the head in the process of the first member.
 
@@ -156,15 +168,8 @@ def serving(rank: int, world: int, path: Path) -> tuple[list[int], int, list[int
     """
     members = SHAPES["a lane, a rank, an owner"]
     served, _ = served_and_planned(path, members, "all2allv")
-    port = torch.zeros(1, dtype=torch.int64)
-    head: Coordinator | None = None
-    if rank == 0:
-        pace = StepPace(LANE_ROWS, 2 * LANE_ROWS)
-        head = Coordinator(first_epoch(served, members), served.layers, pace, "127.0.0.1", TOKEN)
-        head.start()
-        port[0] = int(head.address.rsplit(":", 1)[1])
-    dist.broadcast(port, group=group(), group_src=0)
-    one = Process(members.seats[rank], members, path, f"127.0.0.1:{int(port)}")
+    head, address = head_for(rank, served, members)
+    one = Process(members.seats[rank], members, path, address)
     records = _led(head, one, path) if head is not None else one.run()
     epoch, held = one.rank.epoch, one.rank.member.owner
     experts = [] if held is None else epoch.placement.of_owner(LAYER, held).tolist()

@@ -8,14 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from houses import Alone
-from member_ranks import LANE_ROWS, LAYER, SECONDS, SHAPES, TOKEN, Process, first_epoch, served_and_planned
-from parallel import group
+from member_ranks import LAYER, SECONDS, SHAPES, Process, head_for, served_and_planned
 
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch
 from moeserve.runtime.rank.runs.group_runs import GroupRuns, OwnRun
 from moeserve.runtime.rank.runs.run_graphs import RunLanes
@@ -87,14 +84,8 @@ def ordered(rank: int, world: int, path: Path) -> tuple[int, int]:
     """
     members = SHAPES["a lane, a rank, an owner"]
     served, _ = served_and_planned(path, members, "nvlink_ll")
-    port, head = torch.zeros(1, dtype=torch.int64), None
-    if rank == 0:
-        pace = StepPace(LANE_ROWS, 2 * LANE_ROWS)
-        head = Coordinator(first_epoch(served, members), served.layers, pace, "127.0.0.1", TOKEN)
-        head.start()
-        port[0] = int(head.address.rsplit(":", 1)[1])
-    dist.broadcast(port, group=group(), group_src=0)
-    one = Following(members.seats[rank], members, path, f"127.0.0.1:{int(port)}")
+    head, address = head_for(rank, served, members)
+    one = Following(members.seats[rank], members, path, address)
     if head is None:
         one.run()
         return one.member._steps.steps, 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from fake_members import until
+from gpu_ways import batch, opened, tiny
 from houses import Alone, house_config
 from torch import Tensor
 from torch_blocks import Block, recorded
@@ -31,9 +32,7 @@ SHARED = {"plan__device": "cuda", "passes__share_gpu": True}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint("qwen3_moe", path, dtype=torch.bfloat16, hidden=256, inner=256)
-    return path
+    return tiny(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +44,6 @@ def alone(path: Path) -> Alone:
 def house(path: Path) -> Iterator[LocalCluster]:
     with LocalCluster(house_config(path, **SHARED)) as house:
         yield house
-
-
-def opened(
-    house: LocalCluster, name: str = "torch", stages: int = 1, *, one_version: bool = False
-) -> AttachedDevice:
-    return connect(
-        Settings(
-            "attached",
-            house.address,
-            timeout=30.0,
-            name=name,
-            rows=64,
-            stages=stages,
-            device="cuda",
-            one_version=one_version,
-        )
-    )
 
 
 @pytest.fixture
@@ -76,11 +58,6 @@ def remote(house: LocalCluster) -> Iterator[object]:
     way = connect(Settings("remote", house.address, timeout=30.0))
     yield way
     way.close()
-
-
-def batch(alone: Alone, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, ids, weights = alone.batch(rows, seed=seed)
-    return hidden.bfloat16().cuda(), ids.cuda(), weights.cuda()
 
 
 def test_a_rank_without_a_gpu_refuses_rows_of_one(tmp_path: Path) -> None:

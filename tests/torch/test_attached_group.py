@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from gpu_ways import batch, opened, tiny
 from houses import Alone, house_config
-from torch import Tensor
 
 from moeserve.proto.errors import MoeError, Unavailable
 from moeserve.proto.passes.running import PassLate
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import MoeExperts, Settings, connect
-from moeserve.torch.attached_device import AttachedDevice
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -40,9 +38,7 @@ LAYERS = (0, 1)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint("qwen3_moe", path, dtype=torch.bfloat16, hidden=256, inner=256)
-    return path
+    return tiny(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +57,6 @@ def remote(house: LocalCluster) -> Iterator[object]:
     way = connect(Settings("remote", house.address, timeout=60.0))
     yield way
     way.close()
-
-
-def opened(house: LocalCluster, name: str = "torch", stages: int = 1, device: str = "cuda") -> AttachedDevice:
-    settings = Settings(
-        "attached", house.address, timeout=60.0, name=name, rows=64, stages=stages, device=device
-    )
-    return connect(settings)
-
-
-def batch(alone: Alone, rows: int, seed: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
-    hidden, ids, weights = alone.batch(rows, seed=seed)
-    return hidden.bfloat16().to(device), ids.to(device), weights.to(device)
 
 
 def test_answers_have_the_bits_of_a_call(house: LocalCluster, remote: object, alone: Alone) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from moeserve.runtime.control.stream import Message
 
 MOST_STEPS = 4096
 """Of one run."""
+
+MOST_ASKED = 256
+"""Runs of one member that wait for their order: two of each lane, as a rule."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,16 @@ def asked_message(asked: AskedRun, generation: int) -> Message:
     }
 
 
-def asked_from(seat: int, message: Message, most_rows: int) -> AskedRun:
-    """The run that the member of `seat` asks for. Raises KeyError, TypeError or ValueError."""
+def asked_from(seat: int, message: Message, most_rows: int, served: Collection[int]) -> AskedRun:
+    """The run that the member of `seat` asks for. served: the layers that there are. Raises KeyError,
+    TypeError or ValueError.
+    """
     layers = tuple(int(layer) for layer in message["layers"])
     asked = AskedRun(seat, int(message["run"]), layers, int(message["rows"]))
     if not 0 < len(layers) <= MOST_STEPS:
         raise ValueError(f"run {asked.run} of seat {seat} has {len(layers)} steps; 1 to {MOST_STEPS} may be")
+    if unknown := set(layers).difference(served):
+        raise ValueError(f"run {asked.run} of seat {seat} has layers {sorted(unknown)}, which are not served")
     if not 0 < asked.rows <= most_rows:
         raise ValueError(
             f"run {asked.run} of seat {seat} has {asked.rows} rows; a lane takes 1 to {most_rows}"

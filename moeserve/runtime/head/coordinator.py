@@ -69,7 +69,7 @@ class Coordinator:
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
         self.generations = Generations(self._group)
-        self._steps = StepOrder(self._group, pace, lambda: self.generations.steady)
+        self._steps = StepOrder(self._group, layers, pace, lambda: self.generations.steady)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.in_flight.standing
         self.generations.turnover.running = lambda: self._steps.in_flight.running

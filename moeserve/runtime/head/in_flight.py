@@ -71,21 +71,21 @@ class StepsInFlight:
         self._gathering.returns.announced(job.layer, now)
 
     def ask(self, run: AskedRun) -> None:
-        """Queues a run that a member wants."""
+        """Queues a run that a member wants. Raises ValueError where too many of its runs wait."""
         self._runs.add(run)
 
     def refuse_runs(self) -> list[AskedRun]:
         """Takes out of the queue the runs of layers that no step may take now."""
         return self._runs.without(self.closed)
 
-    def shared_runs(self) -> list[tuple[AskedRun, float]]:
+    def shared_runs(self, *, held: bool = False) -> list[tuple[AskedRun, float]]:
         """Runs under way that others wait behind, or will: jobs, steps, or runs of another member; with when
-        each was sent.
+        each was sent. held: nothing begins before all of them have ended, as where members join or leave.
         """
         return [
             (one.run, one.started)
             for one in self._running.values()
-            if one.run is not None and self._others(one.run.seat)
+            if one.run is not None and (held or self._others(one.run.seat))
         ]
 
     def _others(self, seat: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from moeserve.runtime.control.run_messages import AskedRun
+from moeserve.runtime.control.run_messages import MOST_ASKED, AskedRun
 
 
 class RunQueue:
@@ -19,7 +19,9 @@ class RunQueue:
         return len(self._asked)
 
     def add(self, run: AskedRun) -> None:
-        """Queues a run behind all others."""
+        """Queues a run behind all others. Raises ValueError where `MOST_ASKED` of its member wait."""
+        if sum(one.seat == run.seat for one in self._asked) >= MOST_ASKED:
+            raise ValueError(f"seat {run.seat} has {MOST_ASKED} runs that wait, and asks for one more")
         self._asked.append(run)
 
     def of_others(self, seat: int) -> bool:
@@ -40,8 +42,8 @@ class RunQueue:
     def without(self, layers: Collection[int]) -> list[AskedRun]:
         """Takes out the runs that have a step of any of `layers`, and returns them."""
         gone = [run for run in self._asked if not set(layers).isdisjoint(run.layers)] if layers else []
-        for run in gone:
-            self._asked.remove(run)
+        if gone:
+            self._asked = deque(run for run in self._asked if set(layers).isdisjoint(run.layers))
         return gone
 
     def clear(self) -> None:

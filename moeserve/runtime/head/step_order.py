@@ -22,11 +22,13 @@ COMPANY_SECONDS = 0.1
 
 class StepOrder:
     """Sends steps that are due to the members that take part. The caller of any method holds the group's
-    lock. `may_begin` says whether a step may begin now.
+    lock. `layers` are the decoder indices that are served; `may_begin` says whether a step may begin now.
     """
 
-    def __init__(self, group: Group, pace: StepPace, may_begin: Callable[[], bool]) -> None:
-        self._group, self._may_begin, self._pace = group, may_begin, pace
+    def __init__(
+        self, group: Group, layers: Collection[int], pace: StepPace, may_begin: Callable[[], bool]
+    ) -> None:
+        self._group, self._layers, self._may_begin, self._pace = group, layers, may_begin, pace
         self._told_at: dict[int, float] = {}  # by seat: when it was last told of company
         self.in_flight = StepsInFlight(group.members.max_lanes, pace)
         self.sleeps_until = 0.0  # the thread that begins steps which gather company; it is woken before
@@ -69,7 +71,7 @@ class StepOrder:
 
     def _tell_company(self, now: float) -> None:
         """Tells members whose runs others wait behind: those leave their runs, and ask step by step."""
-        for run, started in self.in_flight.shared_runs():
+        for run, started in self.in_flight.shared_runs(held=not self._may_begin()):
             if run.seat not in self._group.seats:  # it has left
                 continue
             since = now - COMPANY_SECONDS if len(run.layers) == 1 else max(started, now - COMPANY_SECONDS)
@@ -79,10 +81,12 @@ class StepOrder:
                 self._group.send(self._group.seats[run.seat], told)
 
     def asked(self, rank: int, message: Message) -> None:
-        """Queues a run that a member wants. Raises ValueError for a member that has no lane."""
+        """Queues a run that a member wants. Raises ValueError for a member that has no lane, and for a run
+        that cannot be.
+        """
         if self._group.members.at(rank).lane is None:
             raise ValueError(f"seat {rank} has no lane, and asked for a run")
-        self.in_flight.ask(asked_from(rank, message, self._pace.lane_rows))
+        self.in_flight.ask(asked_from(rank, message, self._pace.lane_rows, self._layers))
         self._refuse_runs()
         self.begin()
 

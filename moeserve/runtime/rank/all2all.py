@@ -108,7 +108,7 @@ class RankDispatchers:
         the lanes of the graph that launch nothing in it.
         """
         number, absent = step
-        self._parts[layer, self._plans[layer].span(rows).key].expect(number, absent)
+        self._carrier(layer, rows).expect(number, absent)
 
     def expect_steps(
         self, steps: Sequence[tuple[int, int]], number: int, absent: tuple[int, ...] = ()
@@ -117,16 +117,33 @@ class RankDispatchers:
         and those after it. Each dispatcher counts on by itself from the first of them that it carries.
         absent: lanes of the graph that launch nothing in it.
         """
-        told = set[Dispatcher]()
+        for part, first in self._firsts(steps, number).items():
+            part.expect(first, absent)
+
+    def numbers(self, steps: Sequence[tuple[int, int]], number: int) -> tuple[int, ...]:
+        """What each step has for its number where these are launched and not replayed, as `number` and those
+        after it: as a graph of them counts, which other members may replay.
+        """
+        upcoming, found = self._firsts(steps, number), list[int]()
+        for layer, rows in steps:
+            part = self._carrier(layer, rows)
+            found.append(upcoming[part])
+            upcoming[part] += 1
+        return tuple(found)
+
+    def _firsts(self, steps: Sequence[tuple[int, int]], number: int) -> dict[Dispatcher, int]:
+        """The number of the first step that each dispatcher carries."""
+        firsts: dict[Dispatcher, int] = {}
         for at, (layer, rows) in enumerate(steps):
-            part = self._parts[layer, self._plans[layer].span(rows).key]
-            if part not in told:
-                part.expect(number + at, absent)
-                told.add(part)
+            firsts.setdefault(self._carrier(layer, rows), number + at)
+        return firsts
+
+    def _carrier(self, layer: int, rows: int) -> Dispatcher:
+        return self._parts[layer, self._plans[layer].span(rows).key]
 
     def living(self, layer: int, rows: int) -> Living | None:
         """Words of whom a step of `layer`, of `rows` rows a lane, waits for, as `Dispatcher.living`."""
-        return self._parts[layer, self._plans[layer].span(rows).key].living
+        return self._carrier(layer, rows).living
 
     def late(self, layer: int) -> tuple[int, ...]:
         """Seats whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
@@ -159,5 +176,5 @@ class RankDispatchers:
 
     def traffic_of_replayed(self, layer: int, rows: int) -> StepTraffic:
         """What a replayed step sent. Where only a launch counts, as much as when its size was launched."""
-        counted = self._parts[layer, self._plans[layer].span(rows).key].counts_on_device
+        counted = self._carrier(layer, rows).counts_on_device
         return self.traffic_of_launched(layer, rows) if counted else self._launched[layer, rows]

@@ -250,7 +250,7 @@ class Rank:
         after `expect` has said so. Collective over the graph's replays.
 
         then: queues what is done with the answer; behind it the step's rows are counted, as of a service.
-        number: of the step where nothing is recorded, and it runs at once.
+        number: of the step where nothing is recorded, and it runs at once: one of `numbers`.
 
         `lane_rows` are those of each replay, by lane and alike on all members; `rows` are on the device, and
         those that are none are not valid. Returns `[T, H]` in the graph's memory. Raises ValueError where
@@ -267,8 +267,6 @@ class Rank:
             )
         if isinstance(rows, LaneLogits):
             self._runner.gate(layer).check(rows.logits)
-        if number:
-            self._numbered(number)
         addressing = StepAddressing(self._position[layer], self._book, self.meter, fullest)
         members = self.epoch.members
         launch = Launch(layer, lane_rows, addressing, members, brings=True, number=number, timed=False)
@@ -297,6 +295,14 @@ class Rank:
         self._dispatchers.expect_steps(steps, number, absent)
         self._number += len(steps) - 1
         self.meter.tick(time.monotonic())
+
+    def numbers(self, steps: Sequence[tuple[int, int]], number: int) -> tuple[int, ...]:
+        """Takes the numbers of a run whose steps are launched next, one by one: `number` and those after it.
+        Returns each step's, as a graph of them counts, which other members may replay instead.
+        """
+        first = self._numbered(number)
+        self._number += len(steps) - 1
+        return self._dispatchers.numbers(steps, first)
 
     def living(self, layer: int, rows: int) -> Living | None:
         """Words of whom a step of `layer`, of `rows` rows a lane, waits for, as `Dispatcher.living`."""

@@ -10,7 +10,7 @@ import pytest
 from fake_members import SECONDS, FakeMember, form_again, head_of, serving, until
 
 from moeserve.dispatch.members import Member, Members
-from moeserve.runtime.control.run_messages import AskedRun, OrderedRun
+from moeserve.runtime.control.run_messages import MOST_ASKED, AskedRun, OrderedRun
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.in_flight import MOST, StepsInFlight
@@ -105,6 +105,7 @@ def test_whose_runs_others_wait_behind() -> None:
     assert steps.shared_runs() == []
     steps.ask(run(seat=1, number=2))
     assert steps.shared_runs() == [], "its own next run is no company"
+    assert steps.shared_runs(held=True) == [(run(seat=1), 5.0)], "members are to join, or to leave"
     steps.ask(run(seat=0))
     assert steps.shared_runs() == [(run(seat=1), 5.0)]
     steps.clear()
@@ -123,6 +124,15 @@ def test_runs_of_layers_that_are_read_are_taken_out() -> None:
     assert steps.refuse_runs() == [run(number=1)] and steps.refuse_runs() == []
     ordered = steps.start_run(1, 1.0, MEMBERS)
     assert ordered is not None and ordered.asked.run == 2
+
+
+def test_no_member_has_more_runs_wait_than_may() -> None:
+    steps = StepsInFlight(2, PACE)
+    for number in range(MOST_ASKED):
+        steps.ask(run(number=number))
+    with pytest.raises(ValueError, match="seat 0 has 256 runs that wait, and asks for one more"):
+        steps.ask(run(number=MOST_ASKED))
+    steps.ask(run(seat=1))
 
 
 # -- with members' streams ----------------------------------------------------------------------------------
@@ -186,6 +196,20 @@ def test_a_member_hears_of_company_at_once_and_then_now_and_again(coordinator: C
     members[0].until("company")
 
 
+def test_a_member_whose_run_is_under_way_hears_of_company_while_nothing_may_begin(
+    coordinator: Coordinator,
+) -> None:
+    """Members that are to join wait for the run, and it for its caller."""
+    members = serving(coordinator, MEMBERS)
+    ask(members[0])
+    members[0].entry("run")
+    with coordinator._lock:
+        coordinator.generations.turnover._turning_since = time.monotonic()
+        coordinator._steps.begin()
+        coordinator.generations.turnover._turning_since = None
+    members[0].entry("company")
+
+
 def test_a_member_lost_in_a_run_ends_the_generation_and_the_run(coordinator: Coordinator) -> None:
     members = serving(coordinator, MEMBERS)
     ask(members[0])
@@ -211,7 +235,9 @@ def test_a_run_of_an_older_generation_is_not_ordered(coordinator: Coordinator) -
     assert members[0].entry("run")["run"] == members[1].entry("run")["run"] == 2
 
 
-@pytest.mark.parametrize("wrong", [{"layers": ()}, {"layers": (0,) * 5000}, {"rows": 0}, {"rows": 9}])
+@pytest.mark.parametrize(
+    "wrong", [{"layers": ()}, {"layers": (0,) * 5000}, {"layers": (0, 7)}, {"rows": 0}, {"rows": 9}]
+)
 def test_a_run_that_cannot_be_ends_its_member(coordinator: Coordinator, wrong: dict[str, object]) -> None:
     members = serving(coordinator, MEMBERS)
     ask(members[0], **wrong)  # type: ignore[arg-type]

@@ -22,6 +22,8 @@ from moeserve.runtime.control.run_messages import (
     run_message,
 )
 from moeserve.runtime.control.stream import Message
+from moeserve.runtime.rank.all2all import RankDispatchers
+from moeserve.runtime.rank.runs import group_runs
 from moeserve.runtime.rank.runs.group_runs import GroupRuns, OwnRun
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs, RunLanes
 from moeserve.runtime.rank.runs.runs import FEW_STEPS, OwnerLane, PassRuns, Run, Told, _key
@@ -54,6 +56,9 @@ class Rank:
             raise self.fails
         assert not rows.valid.any()
         self.blank.append((number, layer, lane_rows, len(rows.hidden)))
+
+    def numbers(self, steps: list[tuple[int, int]], number: int) -> tuple[int, ...]:
+        return tuple(number + at for at in range(len(steps)))
 
     def late(self, layer: int) -> tuple[int, ...]:
         if self.is_late is not None:
@@ -208,9 +213,18 @@ def test_messages_hold_what_they_tell() -> None:
     ordered = OrderedRun(AskedRun(3, 7, (0, 1, 0), 16), 99, 5)
     message = run_message(ordered, 2)
     assert ordered_from(message) == ordered and message["generation"] == 2
-    assert asked_from(3, message, 16) == ordered.asked
+    assert asked_from(3, message, 16, (0, 1, 2)) == ordered.asked
     with pytest.raises(ValueError, match="run 7 of seat 3 has 16 rows; a lane takes 1 to 8"):
-        asked_from(3, message, 8)
+        asked_from(3, message, 8, (0, 1))
+    with pytest.raises(ValueError, match=r"run 7 of seat 3 has layers \[1\], which are not served"):
+        asked_from(3, message, 16, (0, 2))
+
+
+def test_no_more_runs_wait_for_their_order_than_may(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_runs, "MOST_ASKED", 2)
+    for _ in range(3):
+        house.ask()
+    assert house.heard == [("lost", "2 runs of this rank wait for their turn")] and len(house.told) == 2
 
 
 def test_rows_of_lanes_are_those_of_a_steps_graph() -> None:
@@ -278,6 +292,9 @@ class Own:
         self.queued.append(("step", layer, lanes, number))
         then("an answer")
 
+    def numbers(self, steps: list[tuple[int, int]], number: int) -> tuple[int, ...]:
+        return tuple(number + at for at in range(len(steps)))
+
     def expect(self, steps: object, number: int, absent: tuple[int, ...]) -> None:
         self.expected.append((steps, number, absent))
 
@@ -299,6 +316,27 @@ def test_own_steps_are_launched_first_and_replayed_later_with_the_heads_numbers(
     assert own.expected == [([(3, 4)], 110, (2, 3)), ([(3, 4)], 120, (2, 3))]
     assert own.work((3, 0), (5, 0), number=130)[0] == ("recorded",)
     assert own.expected[-1] == ([(3, 4), (5, 4)], 130, (2, 3))
+
+
+class Carries:
+    """A dispatcher that notes what it is to expect."""
+
+    def __init__(self) -> None:
+        self.expected: list[tuple[int, tuple[int, ...]]] = []
+
+    def expect(self, number: int, absent: tuple[int, ...]) -> None:
+        self.expected.append((number, absent))
+
+
+def test_launched_steps_have_the_numbers_that_a_graph_of_them_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One member may replay a run that another one could not record."""
+    one, other = Carries(), Carries()
+    parts: Any = object.__new__(RankDispatchers)
+    monkeypatch.setattr(parts, "_carrier", lambda layer, rows: other if layer == 1 else one, raising=False)
+    steps = [(0, 4), (1, 4), (0, 4), (2, 4), (1, 4)]
+    assert parts.numbers(steps, 100) == (100, 101, 101, 102, 102)
+    parts.expect_steps(steps, 100, (2,))
+    assert (one.expected, other.expected) == ([(100, (2,))], [(101, (2,))]), "and they count on"
 
 
 def test_all_steps_of_an_ordered_run_are_launched_where_none_can_be_recorded() -> None:

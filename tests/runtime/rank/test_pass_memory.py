@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from houses import Alone, house_config
+from gpu_ways import joined, tiny
+from houses import Alone
 from pass_pairs import Pair, given
 
-from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
+from moeserve.runtime.launch.torchrun import HostedRank
 from moeserve.runtime.planning.passes import GRAPH_STEP_BYTES
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs
 from moeserve.runtime.rank.runs.runs import PassRuns, Told
@@ -20,16 +20,13 @@ pytestmark = pytest.mark.gpu(1)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint("qwen3_moe", path, dtype=torch.bfloat16, hidden=256, inner=256)
-    return Alone(path)
+    return Alone(tiny(tmp_path_factory))
 
 
 @pytest.fixture(scope="module")
 def rank(alone: Alone) -> Iterator[HostedRank]:
-    made = join_torchrun(house_config(alone.checkpoint.path, plan__device="cuda"))
-    yield made
-    leave_torchrun(made)
+    with joined(alone.checkpoint.path) as rank:
+        yield rank
 
 
 def test_recorded_runs_are_bounded_and_take_what_a_plan_allows(rank: HostedRank, alone: Alone) -> None:

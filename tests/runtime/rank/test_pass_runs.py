@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from houses import Alone, house_config
+from gpu_ways import joined, tiny
+from houses import Alone
 from pass_pairs import MOST, Pair, expected, given
 from torch import Tensor
 
 from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail.kernels import LOGITS, MISFIT, Given
 from moeserve.dispatch.mail.layout import FEW_BLOCKS
-from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
+from moeserve.runtime.launch.torchrun import HostedRank
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.runs.runs import PassRuns, Told
 
@@ -26,16 +26,13 @@ LAYERS = (0, 1)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_checkpoint("qwen3_moe", path, dtype=torch.bfloat16, hidden=256, inner=256)
-    return Alone(path)
+    return Alone(tiny(tmp_path_factory))
 
 
 @pytest.fixture(scope="module")
 def rank(alone: Alone) -> Iterator[HostedRank]:
-    made = join_torchrun(house_config(alone.checkpoint.path, plan__device="cuda"))
-    yield made
-    leave_torchrun(made)
+    with joined(alone.checkpoint.path) as rank:
+        yield rank
 
 
 @pytest.fixture(scope="module")

@@ -43,26 +43,27 @@ class BlankRuns:
         key, members = _Key(layers, rows, lane), self._rank.epoch.members
         lanes = RunLanes.of(members, lane, rows)
 
+        steps = [(layer, rows) for layer in layers]
+
         def recorded() -> None:
-            self._steps(key, lanes.recorded, 0)
+            self._steps(key, lanes.recorded)
 
         replay = None if self._graphs is None else self._graphs.replay_of(key, len(layers), recorded)
         if replay is None:
-            self._steps(key, lanes.launched, number)
+            self._steps(key, lanes.launched, self._rank.numbers(steps, number))
         else:
-            self._rank.expect([(layer, rows) for layer in layers], number, lanes.absent)
+            self._rank.expect(steps, number, lanes.absent)
             replay()
         if self._graphs is None:
             return Passed()
         ended: Moment = torch.cuda.current_stream(self._rank.device).record_event()
         return ended
 
-    def _steps(self, key: _Key, lane_rows: Sequence[int], number: int) -> None:
-        """number: of the first step; 0 while they are recorded."""
+    def _steps(self, key: _Key, lane_rows: tuple[int, ...], numbers: Sequence[int] = ()) -> None:
+        """numbers: of the steps; () while they are recorded."""
         room = self._room(key.rows)
-        for at, layer in enumerate(key.layers):
-            step = number + at if number else 0
-            self._rank.record(layer, room, tuple(lane_rows), then=_kept_nowhere, number=step)
+        for layer, number in zip(key.layers, numbers or [0] * len(key.layers), strict=True):
+            self._rank.record(layer, room, lane_rows, then=_kept_nowhere, number=number)
 
     def _room(self, rows: int) -> LaneInput:
         """Rows that there are none of: none is valid."""

@@ -16,7 +16,13 @@ from typing import Protocol
 
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.runtime.control.reached import Phase
-from moeserve.runtime.control.run_messages import AskedRun, OrderedRun, asked_message, ordered_from
+from moeserve.runtime.control.run_messages import (
+    MOST_ASKED,
+    AskedRun,
+    OrderedRun,
+    asked_message,
+    ordered_from,
+)
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.runs.blank_runs import BlankRuns
@@ -107,13 +113,13 @@ class GroupRuns:
     def ask(self, own: OwnRun) -> None:
         """Asks the head for a run. It is launched, or its pass is told why not."""
         with self._lock:
-            live = self._live
-            if live:
+            live, many = self._live, len(self._asked) >= MOST_ASKED
+            if live and not many:
                 self._count += 1
                 number = self._count
                 self._asked[number] = own
-        if not live:
-            own.of.lost(ANEW)
+        if not live or many:
+            own.of.lost(f"{MOST_ASKED} runs of this rank wait for their turn" if live else ANEW)
             return
         layers = tuple(layer for layer, _ in own.run.steps)
         self.tell(asked_message(AskedRun(self._rank.index, number, layers, own.run.rows), live))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -218,28 +219,30 @@ class PassRuns:
             alone = tuple(key.rows if at == lane else 0 for at in range(rank.epoch.members.max_lanes))
             lanes = RunLanes(alone, alone, ())
 
+        steps = [(layer, key.rows) for layer, _ in key.steps]
+
         def recorded() -> None:
             self._steps(key, lanes.recorded)
 
         replay = self._graphs.replay_of(key, len(key.steps), recorded)
         if replay is not None:
             if number:
-                rank.expect([(layer, key.rows) for layer, _ in key.steps], number, lanes.absent)
+                rank.expect(steps, number, lanes.absent)
             replay()
         elif number:
-            self._steps(key, lanes.launched, number)
+            self._steps(key, lanes.launched, rank.numbers(steps, number))
         else:
             self._steps(key._replace(steps=key.steps[:FEW_STEPS]), lanes.launched)
 
-    def _steps(self, key: _Key, lane_rows: tuple[int, ...], number: int = 0) -> None:
-        """number: of the first step, where they run at once in a group of several members."""
+    def _steps(self, key: _Key, lane_rows: tuple[int, ...], numbers: Sequence[int] = ()) -> None:
+        """numbers: of the steps, where they run at once in a group of several members."""
         rank, kernels = self._rank, self._kernels_of(key.layout)
         room = self._rooms.of(key.layout, key.rows, key.kind)
         route, weights = (room.experts, room.weights) if isinstance(room, LaneInput) else (room.logits, None)
-        for at, (layer, stage) in enumerate(key.steps):
+        for (layer, stage), number in zip(key.steps, numbers or [0] * len(key.steps), strict=True):
             kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid)
             post = partial(kernels.post, stage, living=rank.living(layer, key.rows))
-            rank.record(layer, room, lane_rows, then=post, number=number + at if number else 0)
+            rank.record(layer, room, lane_rows, then=post, number=number)
 
     def _kernels_of(self, layout: MailLayout) -> OwnerKernels:
         found = self._kernels.get(layout)
