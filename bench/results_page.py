@@ -131,7 +131,7 @@ VIEWS = (
         r"(?P<line>.+)",
         "{line}",
         "ours",
-        facts=("p99", "layer", "step", "prototype", "host us a pass"),
+        facts=("p99", "layer", "layer, rows as they are", "step", "prototype", "host us a pass"),
     ),
     View(
         "serve_on",

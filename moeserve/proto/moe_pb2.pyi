@@ -523,7 +523,7 @@ class ReleaseRegionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachLaneRequest(_message.Message):
-    __slots__ = ("model", "name", "device", "dtype", "rows", "stages", "answers_handle")
+    __slots__ = ("model", "name", "device", "dtype", "rows", "stages", "answers_handle", "rows_wire")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -531,6 +531,7 @@ class AttachLaneRequest(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_WIRE_FIELD_NUMBER: _ClassVar[int]
     model: str
     name: str
     device: str
@@ -538,10 +539,11 @@ class AttachLaneRequest(_message.Message):
     rows: int
     stages: int
     answers_handle: bytes
-    def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., answers_handle: _Optional[bytes] = ...) -> None: ...
+    rows_wire: str
+    def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., answers_handle: _Optional[bytes] = ..., rows_wire: _Optional[str] = ...) -> None: ...
 
 class AttachLaneReply(_message.Message):
-    __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds", "mailbox_handle")
+    __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds", "mailbox_handle", "rows_wire")
     MAILBOX_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     MAILBOX_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +555,7 @@ class AttachLaneReply(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAILBOX_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_WIRE_FIELD_NUMBER: _ClassVar[int]
     mailbox: str
     answers: str
     mailbox_bytes: int
@@ -564,7 +567,8 @@ class AttachLaneReply(_message.Message):
     layers: _containers.RepeatedScalarFieldContainer[int]
     patience_seconds: float
     mailbox_handle: bytes
-    def __init__(self, mailbox: _Optional[str] = ..., answers: _Optional[str] = ..., mailbox_bytes: _Optional[int] = ..., answers_bytes: _Optional[int] = ..., socket: _Optional[str] = ..., hidden: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., patience_seconds: _Optional[float] = ..., mailbox_handle: _Optional[bytes] = ...) -> None: ...
+    rows_wire: str
+    def __init__(self, mailbox: _Optional[str] = ..., answers: _Optional[str] = ..., mailbox_bytes: _Optional[int] = ..., answers_bytes: _Optional[int] = ..., socket: _Optional[str] = ..., hidden: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., patience_seconds: _Optional[float] = ..., mailbox_handle: _Optional[bytes] = ..., rows_wire: _Optional[str] = ...) -> None: ...
 
 class DetachLaneRequest(_message.Message):
     __slots__ = ("mailbox",)
@@ -581,7 +585,7 @@ class ListDeviceLanesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DeviceLaneInfo(_message.Message):
-    __slots__ = ("name", "device", "rows", "stages", "bytes", "in_pass", "passes", "steps", "ended")
+    __slots__ = ("name", "device", "rows", "stages", "bytes", "in_pass", "passes", "steps", "ended", "rows_wire")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -591,6 +595,7 @@ class DeviceLaneInfo(_message.Message):
     PASSES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_WIRE_FIELD_NUMBER: _ClassVar[int]
     name: str
     device: str
     rows: int
@@ -600,7 +605,8 @@ class DeviceLaneInfo(_message.Message):
     passes: int
     steps: int
     ended: str
-    def __init__(self, name: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., bytes: _Optional[int] = ..., in_pass: _Optional[bool] = ..., passes: _Optional[int] = ..., steps: _Optional[int] = ..., ended: _Optional[str] = ...) -> None: ...
+    rows_wire: str
+    def __init__(self, name: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., bytes: _Optional[int] = ..., in_pass: _Optional[bool] = ..., passes: _Optional[int] = ..., steps: _Optional[int] = ..., ended: _Optional[str] = ..., rows_wire: _Optional[str] = ...) -> None: ...
 
 class ListDeviceLanesReply(_message.Message):
     __slots__ = ("lanes",)

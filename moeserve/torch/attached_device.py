@@ -6,75 +6,21 @@ device, so that a call can be a part of the caller's CUDA graph.
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from moeserve.dispatch.mail.kernels import CallerKernels, Given, words
 from moeserve.dispatch.mail.layout import VERSION_AT, WORDS, MailLayout, Word
-from moeserve.dispatch.peers.memory import Mapped, memory_on
 from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable
-from moeserve.proto.passes.attached import AttachedLane
 from moeserve.proto.passes.mailbox import WORD, Status
 from moeserve.proto.passes.running import Pass
-from moeserve.torch.attached import Pinned
+from moeserve.torch.caller_lane import Attach, CallerLane
 from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
-
-log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02
 """Between looks whether the rank of the lane is there, and the pass goes on; else nothing waits for it."""
-
-REST_SECONDS = 10.0
-"""For a rank to end a pass before memory that it writes to is freed."""
-
-GONE_SECONDS = 0.5
-"""The same for one whose lane is gone: it may have detached it, and still run."""
-
-Attach = Callable[[str, bytes], AttachedLane]
-"""Attaches with a device's name and the handle of this side's memory."""
-
-
-class Lane:
-    """The lane, and this process's end of it: memory for answers, the rank's as it is mapped, and words.
-
-    Raises MoeError as `attach`, and RuntimeError for memory that cannot be had, mapped or registered.
-    """
-
-    def __init__(self, attach: Attach, layout: MailLayout, device: torch.device) -> None:
-        uuid = torch.cuda.get_device_properties(device).uuid
-        with ExitStack() as undone:
-            self.answers: Mapped = memory_on(str(device), layout.answers_bytes)
-            undone.callback(self.answers.close)
-            self.lane = attach(f"cuda:{uuid}", bytes(self.answers.handle()))
-            undone.callback(self.lane.close)
-            found = self.lane.sizes
-            if found != (layout.hidden, layout.experts, layout.top_k):
-                raise RuntimeError(f"the service has hidden size, experts and top-k {found} now")
-            self.mailbox = self.answers.open(self.lane.mailbox_handle, layout.mailbox_bytes)
-            self.mirror = Pinned.of(self.lane.memory.bytes[:1])
-            undone.callback(self.mirror.end)
-            if not self.mirror.whole:
-                raise RuntimeError("the lane's words in host memory cannot be registered with this GPU")
-            undone.pop_all()
-        box = torch.frombuffer(self.lane.memory.bytes[0], dtype=torch.uint8)
-        self.addresses = self.mailbox.data_ptr(), self.answers.mine.data_ptr(), box.data_ptr()
-
-    def close(self) -> None:
-        """Detaches it; nothing on this device uses it any more. Memory that the rank may still write to stays
-        allocated.
-        """
-        over = self.lane.rest(REST_SECONDS if self.lane.alive else GONE_SECONDS) or not self.lane.alive
-        self.mirror.end()
-        self.lane.close()
-        if over:
-            self.answers.close()
-        else:
-            log.error("a rank does not end its pass within %g s: memory for answers is kept", REST_SECONDS)
 
 
 class AttachedDevice:
@@ -94,21 +40,29 @@ class AttachedDevice:
         layers: tuple[int, ...] = (),
         *,
         one_version: bool = False,
+        rows_wire: str = "",
     ) -> None:
-        """layout: of the lane. timeout: seconds for an answer, and for a service that does not answer.
-        layers: those of a forward pass, in their order; (): the service's. one_version: all steps of a pass
-        must have the same weights; after a reload `check` raises WeightsChanged.
+        """layout: of the lane, without a wire. timeout: seconds for an answer, and for a service that does
+        not answer. layers: those of a forward pass, in their order; (): the service's. one_version: all steps
+        of a pass must have the same weights; after a reload `check` raises WeightsChanged. rows_wire: in
+        which rows travel, as in AttachLaneRequest: answers have the same bits.
         """
         self.order = torch.zeros(1, dtype=torch.int64, device=device)
-        self._attach, self._layout, self._device = attach, layout, device
+        self._attach, self._device = attach, device
         self._timeout, self._layers = timeout, layers
         self._one_version, self._demanded = one_version, 0
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
         with torch.cuda.device(device):
             self._table = words(device)
             self._abort, self._words = _pinned(1, torch.int32), _pinned(WORDS, torch.int64)
-            self._kernels = CallerKernels(layout, self._table)
-        self._lane: Lane | None = Lane(attach, layout, device)
+        self._lane: CallerLane | None = CallerLane(attach, layout, device, rows_wire)
+        self._layout = layout = self._lane.layout
+        try:
+            with torch.cuda.device(device):
+                self._kernels = CallerKernels(layout, self._table)
+        except BaseException:
+            self._lane.close()
+            raise
         self._pass: Pass | None = None
         self._sent = [0] * layout.stages  # steps of each stage, without those of replayed graphs
         self._recorded = [0] * layout.stages  # while a graph is recorded
@@ -325,7 +279,7 @@ class AttachedDevice:
         layers = self._pass.layers
         return next((stage for stage in free if layers[self._sent[stage] % len(layers)] == layer), None)
 
-    def _begin(self, lane: Lane, layer: int) -> None:
+    def _begin(self, lane: CallerLane, layer: int) -> None:
         """Announces a standing pass over all layers, from `layer` on, and has kernels count from there."""
         layers = self._layers or lane.lane.layers
         if layer not in layers:
@@ -352,7 +306,7 @@ class AttachedDevice:
         self._table.copy_(told, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()  # `told` is written again some time
 
-    def _attached(self) -> Lane:
+    def _attached(self) -> CallerLane:
         """The lane, made anew where its rank has gone."""
         if self._closing.is_set():
             raise RuntimeError("this way to the experts was closed")
@@ -366,7 +320,7 @@ class AttachedDevice:
             gone.close()
         if self._lane is None:
             try:
-                self._lane = Lane(self._attach, self._layout, self._device)
+                self._lane = CallerLane(self._attach, self._layout, self._device, self._layout.wire)
             except (NotFound, Overloaded) as away:  # others serve its experts until it is back
                 raise Unavailable("UNAVAILABLE", away.reason, away.message) from away
         return self._lane

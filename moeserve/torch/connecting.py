@@ -10,6 +10,8 @@ from moeserve.torch.ways import Way
 
 NEEDED = {"in_process": "config", "attached": "address", "remote": "address"}
 MODES = tuple(NEEDED)
+AS_THEY_ARE = "as_they_are"
+"""Rows travel in their own dtype."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Settings:
     stages: int = 1  # attached: most calls under way at once
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
     device: str = "cpu"  # attached: where rows lie on their way: in host memory, or on a GPU (cuda, cuda:1)
+    rows_wire: str = "auto"  # attached, from a GPU: `auto`, `as_they_are`, or rows' wire by name
     layers: tuple[int, ...] = ()  # attached, from a GPU: of a forward pass, in order; (): as served
     one_version: bool = False  # attached: all layers of one forward pass have the same weights
 
@@ -113,12 +116,14 @@ def _attached_device(settings: Settings) -> Way:
     sizes = (settings.rows, settings.stages, layer.hidden, layer.experts, layer.top_k)
     wanted = _wanted(settings)
     return AttachedDevice(
-        lambda named, handle: AttachedLane.attach(
-            settings.address, replace(wanted, device=named, answers_handle=handle)
+        lambda said: AttachedLane.attach(
+            settings.address,
+            replace(wanted, device=said.device, answers_handle=said.answers, rows_wire=said.rows_wire),
         ),
         MailLayout(*sizes, dtype),
         device,
         settings.timeout,
         settings.layers,
         one_version=settings.one_version,
+        rows_wire="" if settings.rows_wire == AS_THEY_ARE else settings.rows_wire,
     )

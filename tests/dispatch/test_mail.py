@@ -20,6 +20,7 @@ from moeserve.dispatch.mail.layout import (
     FEW_BLOCKS,
     LINE_BYTES,
     MOST_BLOCKS,
+    ROUNDED,
     SHARE_WORDS,
     STEPS,
     VERSION_AT,
@@ -28,6 +29,7 @@ from moeserve.dispatch.mail.layout import (
     Word,
 )
 from moeserve.proto.passes.mailbox import MOST_STAGES, Status
+from moeserve.quant.formats import FP8_GROUP
 
 TEXT = (files("moeserve.dispatch.mail") / "text" / "mail.cu").read_text()
 
@@ -52,6 +54,49 @@ def test_nothing_lies_over_anything_else(rows: int, stages: int) -> None:
     for found in (spans, answers):
         assert all(end <= begin for (_, end), (begin, _) in pairwise(found))
         assert all(begin % 16 == 0 for begin, _ in found)
+
+
+def test_rounded_rows_take_the_bytes_of_their_records() -> None:
+    made = MailLayout(64, 2, 7168, 256, 8, torch.bfloat16, ROUNDED)
+    plain = MailLayout(64, 2, 7168, 256, 8, torch.bfloat16)
+    assert made.came_bytes == 7168 + 4 * 7168 // 128 and plain.came_bytes == plain.row_bytes == made.row_bytes
+    assert made.answers_bytes == plain.answers_bytes and made.blocks == plain.blocks
+    _, hidden, ids, *_ = made.columns(1)
+    assert ids - hidden >= 64 * made.came_bytes and ids - hidden < 65 * made.came_bytes
+    assert made.mailbox_bytes < 0.6 * plain.mailbox_bytes
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "wire", "why"),
+    [
+        (256, torch.bfloat16, "mxfp4", "come as they are or as fp8_group128, not as mxfp4"),
+        (256, torch.float16, ROUNDED, r"rows of torch\.float16 are not those"),
+        (192, torch.bfloat16, ROUNDED, "a row of 192 elements is no multiple of 128"),
+    ],
+)
+def test_rows_that_cannot_be_rounded_are_refused(
+    hidden: int, dtype: torch.dtype, wire: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        MailLayout(4, 1, hidden, 8, 2, dtype, wire)
+
+
+def test_rows_that_were_rounded_once_are_not_changed_when_they_are_rounded_again() -> None:
+    random = torch.Generator().manual_seed(5)
+    powers = torch.linspace(-14, 14, 512).exp2().unsqueeze(1)
+    rows = torch.cat(
+        [
+            torch.randn(512, 1024, generator=random) * powers,
+            torch.randn(512, 1024, generator=random) * torch.randn(512, 1024, generator=random).mul(4).exp2(),
+            torch.randint(-448, 449, (64, 1024), generator=random) * powers[::8],  # on ties, and on codes
+            torch.randn(8, 1024, generator=random) * 1e-11,  # under the least scale
+            torch.zeros(1, 1024),
+        ]
+    ).bfloat16()
+    once = FP8_GROUP.quantize(rows)
+    again = FP8_GROUP.quantize(once.dequantize().bfloat16())
+    for before, after in zip(once.parts, again.parts, strict=True):
+        assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
 
 
 def test_rows_are_divided_alike_and_never_among_more_blocks_than_have_lines() -> None:
@@ -150,3 +195,7 @@ def test_all_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     assert nvrtc.compiled(kernels.program().source, "sm_90a")
+    for hidden in (128, 7168):
+        record = MailLayout(1, 1, hidden, 8, 2, torch.bfloat16, ROUNDED).record
+        rounding = kernels.program(record, true_division=hidden == 128)
+        assert nvrtc.compiled(rounding.source, "sm_90a", rounding.options)

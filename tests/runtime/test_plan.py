@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +15,9 @@ from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.format import Scheme
-from moeserve.quant.formats import BF16, FP8_BLOCK, FP8_GROUP, FP32
+from moeserve.quant.formats import BF16, FP8_BLOCK, FP8_GROUP, FP16, FP32
 from moeserve.runtime.planning.costing import Costing
+from moeserve.runtime.planning.passes import rows_wire
 from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
 from moeserve.runtime.sections import Wanted
 
@@ -253,3 +255,29 @@ def test_sizes_of_a_problem_count_reserved_places_where_they_take_part() -> None
     assert (asked.slots, asked.pairs_a_row) == (3, Fraction(2, 4))  # reserved owners hold nothing yet
     with pytest.raises(ValueError, match="4 of 4 owners are reserved; at least one owner must be there"):
         problem(reserved_owners=4)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "rows", "wire"),
+    [
+        (Scheme(FP8_BLOCK, FP8_GROUP), {}, 64, "fp8_group128"),
+        (Scheme(FP8_BLOCK, FP8_GROUP), {"lanes": 1, "owners": 1}, 1, "fp8_group128"),
+        (Scheme(FP8_BLOCK, FP8_GROUP), {"model_format": FP16}, 64, ""),
+        (PLAIN, {}, 64, ""),
+    ],
+)
+def test_rows_of_callers_gpus_come_in_the_wire_of_all_layers(
+    scheme: Scheme, changes: dict[str, object], rows: int, wire: str
+) -> None:
+    made = plan(problem(scheme, **changes))
+    assert rows_wire([made], rows) == wire
+    assert rows_wire([made, plan(problem())], rows) == ""
+
+
+def test_a_wire_of_larger_steps_than_a_callers_does_not_count() -> None:
+    made = plan(problem(Scheme(FP8_BLOCK, FP8_GROUP)))
+    first = made.dispatchers[0]
+    both = SimpleNamespace(
+        problem=made.problem, dispatchers=(replace(first, up_to=16), replace(first, wire=BF16))
+    )
+    assert (rows_wire([both], 16), rows_wire([both], 17)) == ("fp8_group128", "")  # type: ignore[list-item]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,14 @@ def tiny(folders: pytest.TempPathFactory) -> Path:
     return path
 
 
+FP8 = "fp8_per_block"
+"""What the checkpoint's experts are loaded as where rows come rounded."""
+
+
 @contextmanager
-def joined(path: Path) -> Iterator[HostedRank]:
+def joined(path: Path, **values: Any) -> Iterator[HostedRank]:
     """A rank of this process, on its first GPU."""
-    rank = join_torchrun(house_config(path, plan__device="cuda"))
+    rank = join_torchrun(house_config(path, plan__device="cuda", **values))
     yield rank
     leave_torchrun(rank)
 
@@ -40,6 +45,7 @@ def opened(
     *,
     device: str = "cuda",
     one_version: bool = False,
+    rows_wire: str = "auto",
 ) -> AttachedDevice:
     """A way with rows on a GPU."""
     settings = Settings(
@@ -51,6 +57,7 @@ def opened(
         stages=stages,
         device=device,
         one_version=one_version,
+        rows_wire=rows_wire,
     )
     return connect(settings)
 

@@ -20,10 +20,17 @@ class Pair:
     """A lane between two streams of one GPU."""
 
     def __init__(
-        self, runs: PassRuns, alone: Alone, stages: int = 2, patience: float = 5.0, rows: int = MOST
+        self,
+        runs: PassRuns,
+        alone: Alone,
+        stages: int = 2,
+        patience: float = 5.0,
+        rows: int = MOST,
+        wire: str = "",
     ) -> None:
         sizes = alone.checkpoint
-        self.layout = MailLayout(rows, stages, sizes.hidden, sizes.num_experts, sizes.top_k, torch.bfloat16)
+        widths = sizes.hidden, sizes.num_experts, sizes.top_k
+        self.layout = MailLayout(rows, stages, *widths, torch.bfloat16, wire)
         self.box, self.answers = (
             torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
             for nbytes in (self.layout.mailbox_bytes, self.layout.answers_bytes)

@@ -72,13 +72,15 @@ class Device:
         return run
 
     def lane(self, *given: object) -> Any:
-        """As `attached_device.Lane`."""
+        """As `attached_device.CallerLane`."""
         if not self.alive:
             raise Unavailable("UNAVAILABLE", "no_lane", "the rank is away")
         self.attached += 1
         there = self.attached
         answers = SimpleNamespace(mine=self.answers)
-        made = SimpleNamespace(lane=There(self, there), addresses=(there, there, there), answers=answers)
+        made = SimpleNamespace(
+            lane=There(self, there), addresses=(there,) * 3, answers=answers, layout=LAYOUT
+        )
 
         def close() -> None:
             self.closed += 1
@@ -114,7 +116,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         ("device", lambda device: nullcontext()),
     ):
         monkeypatch.setattr(torch.cuda, name, act)
-    monkeypatch.setattr(attached_device, "Lane", made.lane)
+    monkeypatch.setattr(attached_device, "CallerLane", made.lane)
     monkeypatch.setattr(attached_device, "CallerKernels", made.kernels)
     return made
 

@@ -32,6 +32,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -167,19 +168,17 @@ class Run:
         self._bare[rows] = prototype(rows, sizes, self.owner, self.home, passes)
         if self.two:
             return
-        both = TwoStreams(runs, rank, sizes, self.home, (rows, 1, DEPTH))
-        outs, kernels = [torch.empty_like(one.hidden) for one in given], both.kernels
-
-        def work() -> None:
-            for at, (one, out) in enumerate(zip(given, outs, strict=True)):
-                kernels.bring(0, at % sizes.layers, one)
-                kernels.fetch(0, out)
-
-        found = microseconds(both.launcher(work, announced=False), passes, both.here, DEPTH)
-        check(f"hop, {rows} rows", both.ended(), outs, self._right[rows])
-        host = float(np.median(both.host)) * 1e6
-        self._told(rows, found, host=host)
-        both.close()
+        times = dict[bool, list[float]]()
+        for rounded in (False, True):
+            both = TwoStreams(runs, rank, sizes, self.home, (rows, 1, DEPTH), rounded=rounded)
+            outs, work = _work(both, given, sizes.layers)
+            times[rounded] = microseconds(both.launcher(work, announced=False), passes, both.here, DEPTH)
+            check(f"hop, {rows} rows", both.ended(), outs, self._right[rows])
+            host = float(np.median(both.host)) * 1e6
+            both.close()
+            del both, work
+            gc.collect()
+        self._told(rows, times[True], times[False], host=host)
 
     def _loop(self, rank: HostedRank, runs: PassRuns) -> None:
         passes = min(HOP_PASSES, self.passes)
@@ -202,13 +201,16 @@ class Run:
         order = tuple(at % layers for at in range(DEPTH))
         with service(self.config, order) as opened:
             for rows in self.rows if "hop" in self.parts else ():
-                way = opened("bench", rows, 1, order)
                 given = batches(self.sizes, rows, self.home, DEPTH)
-                found, answers = hop_through(way, given, layers, min(HOP_PASSES, self.passes))
-                way.close()
                 right = [one.to(self.home) for one in self._right[rows]]
-                check(f"hop, {rows} rows", (0, 0), answers, right)
-                self._told(rows, found)
+                times = list[list[float]]()
+                for wire in ("as_they_are", "auto"):
+                    way = opened("bench", rows, 1, order, wire)
+                    found, answers = hop_through(way, given, layers, min(HOP_PASSES, self.passes))
+                    way.close()
+                    check(f"hop, {rows} rows", (0, 0), answers, right)
+                    times.append(found)
+                self._told(rows, times[1], times[0])
             if "callers" in self.parts:
                 wanted = min(HOP_PASSES, self.passes)
                 self.results += callers.compared(opened, self.sizes, self._steps, self.clock, wanted)
@@ -223,13 +225,16 @@ class Run:
                     self.results += [made] if made else []
                 rows_left.remove(one)
 
-    def _told(self, rows: int, found: list[float], **more: float) -> None:
-        """The hop of so many rows; `found` are a layer's times through the lane."""
+    def _told(self, rows: int, found: list[float], plain: list[float], **more: float) -> None:
+        """The hop of so many rows; `found` are a layer's times through the lane, `plain` those with rows that
+        come as they are.
+        """
         alone = float(np.median(self._alone[rows]))
         hop = float(np.median(found)) - alone
         peers = {
             "p99": float(np.percentile(found, 99)) - alone,
             "layer": float(np.median(found)),
+            "layer, rows as they are": float(np.median(plain)),
             "step": alone,
             "prototype": float(np.median(self._bare[rows])),
         } | {f"{name} us a pass": value for name, value in more.items()}
@@ -246,6 +251,18 @@ class Run:
             json.dumps({"case": made.case, "hop": made.ours, "aim": made.aim} | dict(made.peers)), flush=True
         )
         self.results.append(made)
+
+
+def _work(both: TwoStreams, given: list[Given], layers: int) -> tuple[list[Tensor], Callable[[], None]]:
+    """A caller's forward pass, and where its answers will be."""
+    outs = [torch.empty_like(one.hidden) for one in given]
+
+    def work() -> None:
+        for at, (one, out) in enumerate(zip(given, outs, strict=True)):
+            both.kernels.bring(0, at % layers, one)
+            both.kernels.fetch(0, out)
+
+    return outs, work
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:

@@ -12,6 +12,7 @@ from moeserve.device.nvrtc import Program
 from moeserve.device.source import source
 from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail.layout import FEW_BLOCKS, MOST_BLOCKS, WORDS, MailLayout, Word
+from moeserve.dispatch.peers.wires import FUSED, RowRecord, divides_truly
 
 THREADS = 512
 MISFIT = 64
@@ -110,17 +111,33 @@ class Given(NamedTuple):
     weights: Tensor | None
 
 
-def program() -> Program:
-    """The text of all kernels."""
+def program(record: RowRecord | None = None, *, true_division: bool = True) -> Program:
+    """The text of all kernels. record: how rows come that are rounded, of bfloat16; None: as they are.
+    true_division: as `divides_truly` tells of the caller's device.
+    """
     memory = source("moeserve.dispatch.peers", "memory.cu")
-    return Program(
-        "\n".join((memory, source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, AWAIT, "mail.cu")))
+    kernels = source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, AWAIT, "mail.cu")
+    if record is None:
+        return Program("\n".join((memory, kernels)))
+    rounding = source("moeserve.dispatch.peers", "numbers.cu", "records.cu")
+    options = (
+        f"-DHIDDEN={record.hidden}",
+        "-DSOURCE=0",
+        f"-DWIRE={FUSED[record.wire.name]}",
+        f"-DTRUE_DIVISION={int(true_division)}",
+        f"-DRECORD_BYTES={record.nbytes}",
+        f"-DPART1_AT={record.starts[1]}",
     )
+    return Program("\n".join((memory, rounding, kernels)), options)
 
 
-def load() -> None:
-    """Loads all kernels on the current device, which waits for it."""
-    made = program()
+def _program_of(record: RowRecord | None, device: torch.device) -> Program:
+    return program() if record is None else program(record, true_division=divides_truly(device))
+
+
+def load(record: RowRecord | None = None) -> None:
+    """Loads all kernels on the current device, which waits for it. record: of `program`."""
+    made = _program_of(record, torch.device("cuda", torch.cuda.current_device()))
     for name, arguments in (
         ("mail_bring", BRING),
         ("mail_fetch", FETCH),
@@ -143,7 +160,7 @@ class CallerKernels:
 
     def __init__(self, layout: MailLayout, table: Tensor) -> None:
         self._layout = layout
-        made = program()
+        made = _program_of(layout.record, table.device)
         self._bring = made.function("mail_bring", BRING).bound({"table": table})
         self._fetch = made.function("mail_fetch", FETCH).bound({"table": table})
         self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, table, Word.ANSWERS, LOST))
@@ -185,7 +202,7 @@ class OwnerKernels:
 
     def __init__(self, layout: MailLayout, state: Tensor) -> None:
         self._layout = layout
-        made = program()
+        made = _program_of(layout.record, state.device)
         self._take = made.function("mail_take", TAKE).bound({"state": state})
         self._post = made.function("mail_post", POST).bound({"state": state})
         self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, state, Word.MAILBOX, LATE))

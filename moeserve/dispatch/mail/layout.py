@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import torch
+
+from moeserve.dispatch.peers.wires import RowRecord
+from moeserve.quant.formats import FP8_GROUP, WIRES
 
 LINE_BYTES = 32  # of a block's tag, and what is said with it
 VERSION_AT = 20  # in a line of answers: the version of the weights, 32 bits
 ALIGNED = 256
+ROUNDED = FP8_GROUP.name
+"""The wire in which rows may come: rounded to it, and home in their own dtype."""
+
+GROUP = 128  # columns that have a scale in it
+
 FEW_BLOCKS = 4
 """Up to so many blocks wait by themselves; for more, one waits before they are launched."""
 
@@ -44,7 +53,8 @@ class MailLayout:
 
     rows: of a step at most. A mailbox has for each stage a line of each block, hidden states `[rows, H]` of
     `dtype`, ids int32 and weights float32 `[rows, K]`, and logits float32 `[rows, E]`; answers have lines,
-    and `[rows, H]`. Raises ValueError where a row is no multiple of 16 bytes.
+    and `[rows, H]`. wire: in which hidden states come, as records one after another: ROUNDED, or empty: as
+    they are. Raises ValueError where a row is no multiple of 16 bytes, and where it cannot come in that wire.
     """
 
     rows: int
@@ -53,6 +63,7 @@ class MailLayout:
     experts: int
     top_k: int
     dtype: torch.dtype
+    wire: str = ""
 
     def __post_init__(self) -> None:
         if self.row_bytes % 16:
@@ -60,6 +71,8 @@ class MailLayout:
                 f"a row of {self.hidden} {self.dtype} has {self.row_bytes} bytes; device lanes of a GPU take "
                 "multiples of 16"
             )
+        if self.wire and (why := why_not_rounded(self.hidden, self.dtype, self.wire)):
+            raise ValueError(why)
 
     @property
     def row_bytes(self) -> int:
@@ -70,6 +83,16 @@ class MailLayout:
     def row_words(self) -> int:
         """16-byte words of one row."""
         return self.row_bytes // 16
+
+    @cached_property
+    def record(self) -> RowRecord | None:
+        """How a row lies in the mailbox; None: as it is."""
+        return RowRecord(WIRES[self.wire], self.hidden) if self.wire else None
+
+    @property
+    def came_bytes(self) -> int:
+        """Of one row of hidden states in the mailbox."""
+        return self.row_bytes if self.record is None else self.record.nbytes
 
     @property
     def blocks(self) -> int:
@@ -89,7 +112,7 @@ class MailLayout:
         """Bytes of a stage's lines, hidden states, ids, weights and logits."""
         chosen = _aligned(self.rows * self.top_k * 4)
         logits = _aligned(self.rows * self.experts * 4)
-        return self._lines, _aligned(self.rows * self.row_bytes), chosen, chosen, logits
+        return self._lines, _aligned(self.rows * self.came_bytes), chosen, chosen, logits
 
     @property
     def mailbox_bytes(self) -> int:
@@ -112,6 +135,17 @@ class MailLayout:
         """Where a stage's lines and its answer begin in the answers."""
         at = stage * (self._lines + _aligned(self.rows * self.row_bytes))
         return at, at + self._lines
+
+
+def why_not_rounded(hidden: int, dtype: torch.dtype, wire: str) -> str:
+    """Why rows of `hidden` elements cannot come in that wire; empty where they can."""
+    if wire != ROUNDED:
+        return f"rows of device lanes come as they are or as {ROUNDED}, not as {wire}"
+    if dtype != torch.bfloat16:
+        return f"rows of {dtype} are not those of {ROUNDED} again once they were rounded to it: bfloat16 are"
+    if hidden % GROUP:
+        return f"a row of {hidden} elements is no multiple of {GROUP}, which have a scale in {ROUNDED}"
+    return ""
 
 
 def _aligned(nbytes: int) -> int:

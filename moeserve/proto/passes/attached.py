@@ -37,6 +37,9 @@ from moeserve.proto.tensors import known
 DETACH_SECONDS = 5.0
 """For a rank to answer that a lane is detached."""
 
+ANY_WIRE = "auto"
+"""Asks for rows in the wire that the rank's layers take."""
+
 REST_LOOK_SECONDS = 0.002
 """Between looks whether a pass that was left has ended."""
 
@@ -51,6 +54,9 @@ class Wanted:
     dtype: str = "bf16"  # of hidden states and answers: fp32, bf16, fp16
     device: str = "cpu"  # that the rows come from: `cpu`, or `cuda:` and a GPU's UUID
     answers_handle: bytes = field(default=b"", repr=False)  # CUDA IPC, of a GPU's memory for answers
+    rows_wire: str = (
+        ""  # of a GPU's rows: a wire by name, `auto` = as the rank's layers take them, empty: none
+    )
     model: str = ""
     rank: int | None = None
     any_rank: bool = False  # or another of this host's, where all lanes of the first are taken
@@ -66,6 +72,7 @@ class AttachedLane:
         self.layers = tuple(made.layers)  # that passes may name
         self.patience = made.patience_seconds
         self.sizes = made.hidden, made.experts, made.top_k
+        self.rows_wire: str = made.rows_wire  # in which a GPU's rows are to come; empty: as they are
         self.mailbox_handle = made.mailbox_handle  # CUDA IPC, of the rank's memory for a GPU's rows
         rows = wanted.rows if wanted.device == "cpu" else 1  # of a GPU's, only words lie in host memory
         self.layout = MailboxLayout.of((rows, wanted.stages), self.sizes, wanted.dtype)
@@ -104,6 +111,7 @@ class AttachedLane:
             rows=wanted.rows,
             stages=wanted.stages,
             answers_handle=wanted.answers_handle,
+            rows_wire=wanted.rows_wire,
         )
         made = link.unary(stub.AttachLane, request, wanted.timeout)
         try:

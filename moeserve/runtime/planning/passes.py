@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from moeserve.device.machine import Machine
+from moeserve.dispatch.mail.layout import ROUNDED, why_not_rounded
+from moeserve.quant.formats import FP8_GROUP
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.planning.memory import step_bytes
 from moeserve.runtime.planning.plan import Plan
@@ -29,6 +31,24 @@ class PassBytes:
     rooms: int  # where the rows of one step after the other lie, of own lanes and of other members'
     pool: int  # what recorded steps work in, one after the other
     graphs: int  # what CUDA keeps of `passes.graph_steps` recorded steps
+
+
+def rows_wire(plans: Iterable[Plan], rows: int) -> str:
+    """In which rows of steps of up to so many may come from callers' GPUs, so that answers have the bits that
+    they have without; empty: as they are. It is the wire of all layers, where rows that were rounded to it
+    once are not changed when they are rounded again.
+    """
+    for plan in plans:
+        problem = plan.problem
+        (rows_are,) = problem.model_format.parts
+        if why_not_rounded(problem.shape.hidden, rows_are.dtype, ROUNDED):
+            return ""
+        for span in plan.dispatchers:
+            if span.wire != FP8_GROUP:
+                return ""
+            if span.up_to >= rows:
+                break
+    return ROUNDED
 
 
 def pass_bytes(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,13 @@ from moeserve.torch.ways import Rows
 HOME = "cuda:1"
 IDLE_ROWS = 16
 
-Opened = Callable[[str, int, int, tuple[int, ...]], AttachedDevice]
-"""Opens a way by its name, rows, stages and the layers of a forward pass; its owner closes it."""
+
+class Opened(Protocol):
+    """Opens a way by its name, rows, stages and the layers of a forward pass; its owner closes it."""
+
+    def __call__(
+        self, name: str, rows: int, stages: int, layers: tuple[int, ...], rows_wire: str = "auto"
+    ) -> AttachedDevice: ...
 
 
 @contextmanager
@@ -28,9 +34,18 @@ def service(config: Config, order: tuple[int, ...]) -> Iterator[Opened]:
     """The service, with a caller that is attached and idle."""
     with LocalCluster(config) as cluster:
 
-        def opened(name: str, rows: int, stages: int, layers: tuple[int, ...]) -> AttachedDevice:
+        def opened(
+            name: str, rows: int, stages: int, layers: tuple[int, ...], rows_wire: str = "auto"
+        ) -> AttachedDevice:
             given = Settings(
-                "attached", cluster.address, name=name, rows=rows, stages=stages, device=HOME, layers=layers
+                "attached",
+                cluster.address,
+                name=name,
+                rows=rows,
+                stages=stages,
+                device=HOME,
+                rows_wire=rows_wire,
+                layers=layers,
             )
             way: AttachedDevice = connect(given)  # type: ignore[assignment]
             return way

@@ -13,6 +13,7 @@ from bench.service.hops.sizes import Sizes
 from moeserve.dispatch.mail.kernels import CHOICE, CallerKernels, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.runtime.launch.torchrun import HostedRank
+from moeserve.runtime.planning.passes import rows_wire
 from moeserve.runtime.rank.runs.runs import Flight, PassRuns, Run
 
 PATIENCE = 3.0  # seconds
@@ -30,10 +31,14 @@ class TwoStreams:
         sizes: Sizes,
         home: str,
         shape: tuple[int, int, int],
+        *,
+        rounded: bool = True,
     ) -> None:
-        """shape: rows, stages and depth."""
+        """shape: rows, stages and depth. rounded: rows come in the wire of the layers, as a service's do."""
         rows, stages, depth = shape
-        self.layout = MailLayout(rows, stages, sizes.hidden, sizes.experts, sizes.top_k, torch.bfloat16)
+        widths = sizes.hidden, sizes.experts, sizes.top_k
+        wire = rows_wire(rank.plans.values(), rows) if rounded else ""
+        self.layout = MailLayout(rows, stages, *widths, torch.bfloat16, wire)
         box = torch.zeros(self.layout.mailbox_bytes, dtype=torch.uint8, device=rank.device)
         answers = torch.zeros(self.layout.answers_bytes, dtype=torch.uint8, device=home)
         self._held, self._addresses = (box, answers), (box.data_ptr(), answers.data_ptr())

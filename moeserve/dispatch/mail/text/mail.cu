@@ -101,6 +101,67 @@ DEVICE void copy_ids(const u32* from, u32* to, long words, int block, int blocks
   }
 }
 
+#if WIRE == WIRE_FP8_GROUP128
+#define GROUP_PIECES 8  // of 16 columns, that have a scale
+#define ROW_GROUPS (HIDDEN / 128)
+
+// Which pieces of rows are a block's: whole groups.
+struct Share {
+  long first, last;
+  DEVICE Share(long rows, int block, int blocks)
+      : first(rows * ROW_GROUPS * block / blocks * GROUP_PIECES),
+        last(rows * ROW_GROUPS * (block + 1) / blocks * GROUP_PIECES) {}
+};
+
+// Rounds rows to records, which lie one after another.
+DEVICE void send_rows(const uint4* from, u8* to, long rows, int, int block, int blocks) {
+  const Share share(rows, block, blocks);
+  for (long at = share.first + threadIdx.x; at - threadIdx.x % 32 < share.last; at += blockDim.x) {
+    const bool valid = at < share.last;
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < PIECE_WORDS; ++i)
+      piece.words[i] = valid ? load_fresh(from + at * PIECE_WORDS + i) : make_uint4(0u, 0u, 0u, 0u);
+    float x[16];
+    widen_piece(piece, x);
+    encode_columns(x, (int)(at % PIECES), valid, to + at / PIECES * RECORD_BYTES, 1.f);
+  }
+}
+
+// Four codes times their scale, in two pairs of 16 bits.
+DEVICE uint2 widen_codes(u32 codes, float scale) {
+  float x[4];
+  e4m3_values((u16)codes, x[0], x[1]);
+  e4m3_values((u16)(codes >> 16), x[2], x[3]);
+  return make_uint2(narrow(__fmul_rn(x[0], scale), __fmul_rn(x[1], scale)),
+                    narrow(__fmul_rn(x[2], scale), __fmul_rn(x[3], scale)));
+}
+
+// Records as rows again: what rounds them once more finds the same scales and codes (bfloat16 holds a group's largest
+// element, from which the scale follows, and every other to far less than half a code's distance).
+DEVICE void take_rows(const u8* from, uint4* to, long rows, int, int block, int blocks) {
+  const Share share(rows, block, blocks);
+  for (long at = share.first + threadIdx.x; at < share.last; at += blockDim.x) {
+    const u8* record = from + at / PIECES * RECORD_BYTES;
+    const int unit = (int)(at % PIECES);
+    const uint4 codes = load_fresh((const uint4*)record + unit);
+    const float scale = from_bits(load_fresh((const u32*)(record + PART1_AT) + unit / GROUP_PIECES));
+    const uint2 a = widen_codes(codes.x, scale), b = widen_codes(codes.y, scale);
+    const uint2 c = widen_codes(codes.z, scale), d = widen_codes(codes.w, scale);
+    to[2 * at] = make_uint4(a.x, a.y, b.x, b.y);
+    to[2 * at + 1] = make_uint4(c.x, c.y, d.x, d.y);
+  }
+}
+#else
+DEVICE void send_rows(const uint4* from, u8* to, long rows, int row_words, int block, int blocks) {
+  copy_share(from, (uint4*)to, rows * row_words, block, blocks);
+}
+
+DEVICE void take_rows(const u8* from, uint4* to, long rows, int row_words, int block, int blocks) {
+  copy_share((const uint4*)from, to, rows * row_words, block, blocks);
+}
+#endif
+
 // -- the caller's -------------------------------------------------------------------------------------------
 
 // Brings `count` rows of `layer` into the mailbox.
@@ -109,7 +170,7 @@ extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments arg
   const int block = blockIdx.x, blocks = gridDim.x;
   if (words[ENDED]) return;
   u8* box = (u8*)words[MAILBOX];
-  copy_share(args.hidden, (uint4*)(box + args.hidden_at), (long)args.count * args.row_words, block, blocks);
+  send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
   copy_share(args.route, (u32*)(box + args.route_at), (long)args.count * args.route_words, block, blocks);
   if (args.weights)
     copy_share(args.weights, (u32*)(box + args.weights_at), (long)args.count * args.route_words, block, blocks);
@@ -199,7 +260,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   __syncthreads();
   const int blocks = blocks_of(rows, args.row_words, args.blocks);
   if (rows) {
-    copy_share((const uint4*)(box + args.hidden_at), args.hidden, (long)rows * args.row_words, block, blocks);
+    take_rows(box + args.hidden_at, args.hidden, rows, args.row_words, block, blocks);
     const u32* route = (const u32*)(box + args.route_at);
     if (args.weights)
       copy_ids(route, args.route, (long)rows * args.route_words, block, blocks, args.experts, words);

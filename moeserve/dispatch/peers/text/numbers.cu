@@ -56,6 +56,13 @@ DEVICE float e4m3_value(u32 code) {
   return half_float((u16)halves);
 }
 
+// The values of two E4M3 codes, the low byte's first.
+DEVICE void e4m3_values(u16 codes, float& low, float& high) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  low = half_float((u16)halves), high = half_float((u16)(halves >> 16));
+}
+
 // E2M1 code: nearest, ties to even; NaN and what is too large give 6.
 DEVICE u32 e2m1_code(float x) {
   float size = fminf(fabsf(x), 6.0f);  // 6 for NaN too

@@ -99,6 +99,11 @@ class AnnouncedLane(ABC):
         return self.memory.layout.mailbox_bytes + self.memory.layout.answers_bytes
 
     @property
+    def wire(self) -> str:
+        """In which its rows come; empty: as they are."""
+        return ""
+
+    @property
     def rows(self) -> int:
         """The most of a step."""
         return self.memory.layout.rows

@@ -138,7 +138,7 @@ class DeviceLanes:
             frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
         )
         memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
-        handle = b""
+        handle, wire = b"", ""
         if self.mail is None or request.device == "cpu":
             lane: AnnouncedLane = DeviceLane(memory, terms, self._begin_for(peer))
         else:
@@ -150,7 +150,7 @@ class DeviceLanes:
                 for region in (name, answers):
                     regions.release(region)
                 raise
-            made.alone, lane = (lambda: self._alone(made)), made
+            made.alone, lane, wire = (lambda: self._alone(made)), made, made.wire
         reply = moe_pb2.AttachLaneReply(
             mailbox=name,
             answers=answers,
@@ -163,6 +163,7 @@ class DeviceLanes:
             layers=model.layers,
             patience_seconds=limits.patience,
             mailbox_handle=handle,
+            rows_wire=wire,
         )
         return lane, reply
 
@@ -346,4 +347,5 @@ def _info(attached: Attached) -> moe_pb2.DeviceLaneInfo:
         passes=lane.counts.passes,
         steps=lane.counts.steps,
         ended=lane.counts.ended,
+        rows_wire=lane.wire,
     )

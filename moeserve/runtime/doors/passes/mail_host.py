@@ -8,6 +8,7 @@ import torch
 
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto import moe_pb2
+from moeserve.proto.passes.attached import ANY_WIRE
 from moeserve.proto.tensors import TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused
@@ -56,15 +57,27 @@ class MailHost:
             raise DeviceRefused(f"dtype: {name} is not {runs.dtype}, in which this rank computes")
         sizes = (request.rows, request.stages, model.hidden, model.experts, model.top_k)
         try:
-            layout = MailLayout(*sizes, runs.dtype)
+            runs.check(request.rows, terms.patience)
+            layout = MailLayout(*sizes, runs.dtype, self._wire(request))
             if (needed := layout.mailbox_bytes + layout.answers_bytes) > self._lane_bytes:
                 raise TensorError(
                     "rows",
                     f"{request.rows} rows at {request.stages} stages take {needed} bytes of device memory, "
                     f"and passes.lane_bytes is {self._lane_bytes}",
                 )
-            runs.check(request.rows, terms.patience)
             mail = runs.attach(layout, request.answers_handle, terms.patience)
         except CannotRun as error:
             raise DeviceRefused(f"device: {error}") from error
         return MailLane(memory, terms, (layout, mail), runs), mail.handle
+
+    def _wire(self, request: moe_pb2.AttachLaneRequest) -> str:
+        """In which the rows are to come."""
+        if not request.rows_wire:
+            return ""
+        taken = self._runs.wire(request.rows)
+        if request.rows_wire not in (ANY_WIRE, taken):
+            how = f"{taken} or as they are" if taken else "as they are"
+            raise DeviceRefused(
+                f"rows_wire: {quoted(request.rows_wire)}; this rank's layers take rows {how} (plan.wire)"
+            )
+        return taken

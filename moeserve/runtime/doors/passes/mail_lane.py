@@ -119,6 +119,11 @@ class MailLane(AnnouncedLane):
         return self._layout.mailbox_bytes + self._layout.answers_bytes
 
     @property
+    def wire(self) -> str:
+        """In which its rows come; empty: as they are."""
+        return self._layout.wire
+
+    @property
     def rows(self) -> int:
         """The most of a step."""
         return self._layout.rows

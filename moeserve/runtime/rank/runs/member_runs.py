@@ -17,6 +17,7 @@ from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
+from moeserve.runtime.planning.passes import rows_wire
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
@@ -155,6 +156,12 @@ class MemberRuns:
                     )
                 if span.up_to >= rows:
                     break
+
+    def wire(self, rows: int) -> str:
+        """In which rows of a caller's steps may come, up to so many, so that answers have the bits of calls;
+        empty: as they are.
+        """
+        return rows_wire(self._rank.plans.values(), min(padded_rows(rows), self.most_rows))
 
     def attach(self, layout: MailLayout, answers: bytes, patience: float) -> Mail:
         """Memory for a lane whose caller's has the CUDA IPC handle `answers`. Raises CannotRun."""

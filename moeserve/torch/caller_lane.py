@@ -1,0 +1,80 @@
+"""`CallerLane`: a caller's end of a device lane between two GPUs: memory, words, and the wire of rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.dispatch.peers.memory import Mapped, memory_on
+from moeserve.proto.passes.attached import ANY_WIRE, AttachedLane
+from moeserve.torch.attached import Pinned
+
+log = logging.getLogger(__name__)
+
+REST_SECONDS = 10.0
+"""For a rank to end a pass before memory that it writes to is freed."""
+
+GONE_SECONDS = 0.5
+"""The same for one whose lane is gone: it may have detached it, and still run."""
+
+
+class Said(NamedTuple):
+    """What a rank is told of a lane, beside its sizes."""
+
+    device: str  # its name
+    answers: bytes  # the handle of this side's memory
+    rows_wire: str  # asked for, as in AttachLaneRequest
+
+
+Attach = Callable[[Said], AttachedLane]
+"""Attaches a lane."""
+
+
+class CallerLane:
+    """The lane, and this process's end of it: memory for answers, the rank's as it is mapped, and words.
+
+    rows_wire: asked for; `layout` has the one that rows are to come in. Raises MoeError as
+    `attach`, and RuntimeError for memory that cannot be had, mapped or registered, and for another wire.
+    """
+
+    def __init__(self, attach: Attach, layout: MailLayout, device: torch.device, rows_wire: str) -> None:
+        uuid = torch.cuda.get_device_properties(device).uuid
+        with ExitStack() as undone:
+            self.answers: Mapped = memory_on(str(device), layout.answers_bytes)
+            undone.callback(self.answers.close)
+            self.lane = attach(Said(f"cuda:{uuid}", bytes(self.answers.handle()), rows_wire))
+            undone.callback(self.lane.close)
+            found = self.lane.sizes
+            if found != (layout.hidden, layout.experts, layout.top_k):
+                raise RuntimeError(f"the service has hidden size, experts and top-k {found} now")
+            if rows_wire not in (ANY_WIRE, self.lane.rows_wire):
+                raise RuntimeError(
+                    f"rows_wire: the service takes no rows as {rows_wire}; it is of an older version"
+                )
+            self.layout = replace(layout, wire=self.lane.rows_wire)
+            self.mailbox = self.answers.open(self.lane.mailbox_handle, self.layout.mailbox_bytes)
+            self.mirror = Pinned.of(self.lane.memory.bytes[:1])
+            undone.callback(self.mirror.end)
+            if not self.mirror.whole:
+                raise RuntimeError("the lane's words in host memory cannot be registered with this GPU")
+            undone.pop_all()
+        box = torch.frombuffer(self.lane.memory.bytes[0], dtype=torch.uint8)
+        self.addresses = self.mailbox.data_ptr(), self.answers.mine.data_ptr(), box.data_ptr()
+
+    def close(self) -> None:
+        """Detaches it; nothing on this device uses it any more. Memory that the rank may still write to stays
+        allocated.
+        """
+        over = self.lane.rest(REST_SECONDS if self.lane.alive else GONE_SECONDS) or not self.lane.alive
+        self.mirror.end()
+        self.lane.close()
+        if over:
+            self.answers.close()
+        else:
+            log.error("a rank does not end its pass within %g s: memory for answers is kept", REST_SECONDS)
