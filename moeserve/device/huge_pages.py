@@ -1,7 +1,7 @@
 """Host memory in pages of 2 MiB, for what is large and stays: experts of a rank on the CPU.
 
-When a process ends the kernel takes its pages back, one by one, and closes its sockets after that: nobody hears
-meanwhile that it is dead. For 600 MB in pages of 4 KiB that lasts 40 ms, and in pages of 2 MiB 3 ms.
+When a process ends the kernel takes its pages back, one by one, and closes its sockets after that: nobody
+hears meanwhile that it is dead. For 600 MB in pages of 4 KiB that lasts 40 ms, and in pages of 2 MiB 3 ms.
 """
 
 from __future__ import annotations
