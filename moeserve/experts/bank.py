@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.device.huge_pages import empty_in_huge_pages
 from moeserve.experts.batch import ExpertWeights
 from moeserve.experts.checksum import Slot, slot_checksum, slot_checksums
 from moeserve.experts.kernel import Kernel, Prepared
@@ -108,7 +109,7 @@ class Bank:
     def _storage(self, layer: int, like: Prepared, slots: int) -> Prepared:
         """Storage for `slots` slots shaped as `like`: the layer's own where it is loaded, else new."""
         if layer not in self._layers:
-            storage = {name: t.new_empty((slots, *t.shape[1:])) for name, t in like.per_slot.items()}
+            storage = {name: _room_like(t, slots) for name, t in like.per_slot.items()}
             return Prepared(storage, like.shared)
         own = self._layers[layer]
         found, wanted = ({n: (t.dtype, *t.shape[1:]) for n, t in p.per_slot.items()} for p in (like, own))
@@ -257,6 +258,14 @@ def check_fits(where: str, tensors: Slot, target: Slot) -> None:
         if given.dtype != own.dtype or given.shape != own.shape:
             expected = f"{own.dtype} {list(own.shape)}"
             raise ValueError(f"{name} of {where} must be {expected}; found {given.dtype} {list(given.shape)}")
+
+
+def _room_like(tensor: Tensor, slots: int) -> Tensor:
+    """Storage for so many slots, of each of which `tensor` has one."""
+    shape = (slots, *tensor.shape[1:])
+    if tensor.device.type != "cpu":
+        return tensor.new_empty(shape)
+    return empty_in_huge_pages(shape, tensor.dtype)
 
 
 def _forms(tensors: Slot) -> dict[str, tuple[object, ...]]:

@@ -269,6 +269,11 @@ class Coordinator:
         if self._log_levels:
             self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
+    def processes_told(self) -> None:
+        """The launcher has said anew which processes there are."""
+        with self._lock:
+            self.generations.look_for_ends()
+
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
         with self._lock:

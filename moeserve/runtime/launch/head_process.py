@@ -372,6 +372,7 @@ class HeadInside:
     def living(self, processes: Mapping[int, RankProcess]) -> None:
         """Tells it the process of each rank."""
         self._living = dict(processes)
+        self._head.coordinator.processes_told()
 
     def fail(self, reason: str) -> None:
         """Has the group end as failed."""

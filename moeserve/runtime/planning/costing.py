@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,13 +104,15 @@ class CostBook:
         made = {id(plan): plan for plan in plans.values()}
         if group is not None and group.size() > 1:
             offers = [self._offers(plan) for plan in made.values()]
-            everyone = gathered((socket.gethostname(), offers), group)
-            hosts = tuple(sorted({host for host, _ in everyone}))
+            everyone = gathered((socket.gethostname(), offers, _carried(made.values())), group)
+            hosts = tuple(sorted({host for host, _, _ in everyone}))
+            offered, carried = [found for _, found, _ in everyone], [found for _, _, found in everyone]
             for at, plan in enumerate(list(made.values())):
-                keys = [key for key in everyone[0][1][at] if all(key in found[at] for _, found in everyone)]
+                keys = [key for key in offered[0][at] if all(key in found[at] for found in offered)]
                 if len(keys) > 1:
                     made[id(plan)] = plan.by_cost(self._costs(plan, hosts, keys, spec_of, group))
-            _check_alike(list(made.values()), group)
+                    carried = []  # of which nothing counts any more
+            _check_alike(carried or gathered(_carried(made.values()), group))
         return {layer: made[id(plan)] for layer, plan in plans.items()}
 
     def _offers(self, plan: Plan) -> list[Key]:
@@ -162,9 +164,13 @@ def recalled(plans: Mapping[int, Plan], costing: Costing) -> dict[int, Plan]:
     return {layer: made[id(plan)] for layer, plan in plans.items()}
 
 
-def _check_alike(plans: Sequence[Plan], group: ProcessGroup) -> None:
-    """Raises RuntimeError, on every rank, when one would carry differently from rank 0. Collective."""
-    found = gathered(["; ".join(map(str, plan.dispatchers)) for plan in plans], group)
+def _carried(plans: Iterable[Plan]) -> list[str]:
+    """What carries the rows of each plan."""
+    return ["; ".join(map(str, plan.dispatchers)) for plan in plans]
+
+
+def _check_alike(found: Sequence[Sequence[str]]) -> None:
+    """Raises RuntimeError where a rank would carry differently from rank 0; `found` is of each rank."""
     for rank, theirs in enumerate(found):
         for first, other in zip(found[0], theirs, strict=True):
             if first != other:

@@ -277,6 +277,24 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
     members[0].entry("prepare")
 
 
+def test_a_generation_forms_as_soon_as_the_launcher_has_said_that_a_process_has_ended(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "GONE_LOOK_SECONDS", 10 * SECONDS)  # nobody looks by himself
+    ended = threading.Event()
+    coordinator.generations.parted.is_gone = lambda process: ended.is_set() or process.pid != 101
+    members = serving(coordinator, MEMBERS)
+    members[1].stream.close()
+    FakeMember(coordinator, 1, pid=201)
+    members[0].entry("abort")
+    coordinator.processes_told()  # of others: this one has not ended
+    with pytest.raises(queue.Empty):
+        members[0].entries.get(timeout=1.0)
+    ended.set()
+    coordinator.processes_told()
+    members[0].entry("prepare")
+
+
 def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,3 +79,38 @@ def test_what_the_watching_thread_starts_while_it_is_told_to_stop_is_ended(
         go_on.set()
     stopping.join(SECONDS)
     assert not stopping.is_alive() and killed == ["its watch"]
+
+
+def test_the_thread_looks_at_once_when_the_head_gives_a_process_up_and_often_until_it_has_ended(
+    actors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_ranks, "LOOK_SECONDS", 10 * SECONDS)
+    asked, looked = list[bool](), threading.Semaphore(0)
+    actors._head.state = lambda: ("forming", "")
+    actors._kill = lambda actor: None
+
+    def look(*, again: bool) -> None:
+        asked.append(again)
+        if len(asked) == 4:
+            actors._actors[0].gone = True
+        looked.release()
+
+    monkeypatch.setattr(actors._watches, "look", look)
+    monkeypatch.setattr(actors._restarts, "due", lambda rank, now: False)
+    actors._head.wanted = lambda: {0}
+    actors._actors = {0: placed(7, "host a")}
+    actors._actors[0].ended = "not yet"
+    monkeypatch.setattr(ray_ranks, "is_ready", lambda ref: False)
+    actors._watching.start()
+    try:
+        assert looked.acquire(timeout=SECONDS) and not looked.acquire(timeout=0.3)
+        actors._head.on_given_up(RankProcess(0, 7, "host a"))
+        for _ in range(3):
+            assert looked.acquire(timeout=SECONDS)
+        assert not looked.acquire(timeout=0.3), "it has ended"
+        assert asked == [False, True, True, True]
+        assert actors._head.told == [{0: RankProcess(0, 7, "host a")}, {}]
+    finally:
+        actors._ended.set()
+        actors._news.set()
+        actors._watching.join(SECONDS)

@@ -56,3 +56,29 @@ def test_what_forming_raises_is_raised_where_it_is_waited_for(monkeypatch: pytes
 
     with pytest.raises(RuntimeError, match="members stay away"):
         made(monkeypatch, form, []).join(MEETING, "cpu", lambda: True)
+
+
+def test_the_next_group_does_not_wait_until_the_last_one_has_closed_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, closed = threading.Event(), list[str]()
+
+    class Slow:
+        """As gloo's group: its connections are closed when nobody holds it any more."""
+
+        def __del__(self) -> None:
+            assert free.wait(SECONDS)
+            closed.append(threading.current_thread().name)
+
+    group = made(monkeypatch, lambda *place: Slow(), [])
+    monkeypatch.setattr(member_group, "end_group", lambda group: None)
+    group.join(MEETING, "cpu", lambda: True)
+    group.leave()
+    assert not closed
+    monkeypatch.setattr(member_group, "form_group", lambda *place: "next")
+    assert group.join(MEETING._replace(generation=5), "cpu", lambda: True) == "next"
+    free.set()
+    for thread in threading.enumerate():
+        if thread.name == "closing":
+            thread.join(SECONDS)
+    assert closed == ["closing"]

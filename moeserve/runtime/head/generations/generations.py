@@ -53,6 +53,9 @@ class Generations:
         self._served = False  # whether any generation ever did
         self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
+        self._awaits_ends = (
+            False  # of processes that were given up: a generation is due, and forms after them
+        )
         self.parted = Parted()
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
@@ -268,6 +271,7 @@ class Generations:
         self._group.broadcast(gone)
         self.set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
+        self._awaits_ends = False
         self._group.lock.notify_all()
 
     # -- time passes ----------------------------------------------------------------------------------------
@@ -299,6 +303,12 @@ class Generations:
                 "failed", f"not served for cluster.give_up_seconds = {limit:g}: {who}{self.reason}"
             )
 
+    def look_for_ends(self) -> None:
+        """The launcher has said anew which processes there are: a generation that waits for ends may form."""
+        if self._awaits_ends:
+            self._form_at = time.monotonic()
+            self._group.lock.notify_all()
+
     def _turn(self, now: float) -> None:
         """Has members that have loaded join, and those leave that are to go, between two steps."""
         if self.state != "serving" or self._blame.failing or self.layers.reading:
@@ -308,7 +318,8 @@ class Generations:
 
     def _form(self, now: float) -> None:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
-        if not self.parted.all_ended():
+        self._awaits_ends = not self.parted.all_ended()
+        if self._awaits_ends:
             self._form_at = now + GONE_LOOK_SECONDS
             if undead := self.parted.report(now):
                 self.set_state("forming", undead)

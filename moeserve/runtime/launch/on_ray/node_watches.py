@@ -66,16 +66,21 @@ class NodeWatches:
         for watch in list(self._watches.values()):
             ray.kill(watch.handle)
 
-    def look(self) -> None:
-        """Takes the watches' answers, and asks them again."""
+    def look(self, *, again: bool = False) -> None:
+        """Takes the watches' answers, and asks them again at the next look, or with `again` at once."""
         for node, watch in list(self._watches.items()):
             if watch.answer is None:
-                watch.asked_at = watch.late_at = time.monotonic()
-                watch.answer = watch.handle.look.remote(self._processes(node))
+                self._ask(node, watch)
             elif is_ready(watch.answer):
                 self._take_answer(node, watch)
+                if again and self._watches.get(node) is watch:
+                    self._ask(node, watch)
             elif time.monotonic() - watch.late_at > WATCH_LATE_SECONDS:
                 self._ask_for_node(node, watch)
+
+    def _ask(self, node: str, watch: NodeWatch) -> None:
+        watch.asked_at = watch.late_at = time.monotonic()
+        watch.answer = watch.handle.look.remote(self._processes(node))
 
     def _ask_for_node(self, node: str, watch: NodeWatch) -> None:
         """Asks Ray for a node whose watch does not answer. One that begins has longer to do so."""

@@ -9,6 +9,7 @@ is no proof: it calls one dead that it was told to kill, also while a stopped pr
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -32,6 +33,8 @@ from moeserve.runtime.launch.restarts import Restarts, why_given_up
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1  # between looks at what actors and watches have answered
+ENDING_SECONDS = 0.01  # the same while a process is about to end: the head forms no generation before it has
+SOON_SECONDS = 1.0  # within which a process that is killed ends, unless its kernel holds it
 STOP_SECONDS = 5.0  # for ranks that were told to stop
 
 
@@ -48,6 +51,7 @@ class _Actor:
     host_id: str = ""
     gpu: int = NO_GPU
     condemned: str = ""  # why it is killed
+    killed_at: float = -math.inf
     gone: bool = False
 
 
@@ -69,8 +73,9 @@ class RankActors:
         self._given_up: deque[RankProcess] = deque()  # as the head says
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._stopping, self._ended = threading.Event(), threading.Event()
+        self._news = threading.Event()  # the thread is to look now
         self._told: dict[int, RankProcess] = {}  # what the head knows of the ranks' processes
-        head.on_given_up = self._given_up.append
+        head.on_given_up = self._give_up
 
     def start(self) -> None:
         """Creates the actors, and begins to watch them."""
@@ -87,6 +92,7 @@ class RankActors:
         if running:
             ray.wait(running, num_returns=len(running), timeout=STOP_SECONDS)
         self._ended.set()
+        self._news.set()
         self._end_watching()
         for actor in list(self._actors.values()):
             if actor is not None:
@@ -153,13 +159,28 @@ class RankActors:
     def _watch(self) -> None:
         """Runs the watching thread; the group fails, with the reason, when it cannot go on."""
         try:
-            while not self._ended.wait(LOOK_SECONDS):
+            while not self._ended.is_set():
                 self._look()
+                self._news.wait(ENDING_SECONDS if self._some_end else LOOK_SECONDS)
+                self._news.clear()
         except Exception as error:
             if self._ended.is_set():
                 return
             log.exception("the launcher's thread watch-ranks ends")
             self._head.fail(f"the launcher cannot go on: {type(error).__name__}: {error}")
+
+    def _give_up(self, process: RankProcess) -> None:
+        """The head has given a process up: from any thread."""
+        self._given_up.append(process)
+        self._news.set()
+
+    @property
+    def _some_end(self) -> bool:
+        """Whether a process was killed just now, and is not seen dead yet."""
+        since = time.monotonic() - SOON_SECONDS
+        return any(
+            one is not None and one.killed_at > since and not one.gone for one in self._actors.values()
+        )
 
     def _look(self) -> None:
         """Takes what actors and watches have answered, and does what follows from it."""
@@ -173,10 +194,11 @@ class RankActors:
                 self._take_place(rank, actor)
             elif is_ready(actor.ended) and not actor.condemned:
                 self._condemn(rank, actor.pid, _end_of(actor.ended))
-        self._watches.look()
+        self._watches.look(again=self._some_end)
         for rank, actor in self._actors.items():
             if actor is not None and actor.gone:
                 self._note_ended(rank, actor)
+        self._tell_living()  # the head waits for that, and not for their heirs
         self._start_due()
         self._tell_living()
         if self._head.state()[0] == "serving" and not self._stopping.is_set():
@@ -284,7 +306,7 @@ class RankActors:
         if actor is None or actor.pid != pid or actor.condemned:
             return
         log.warning("rank %d (pid %d) is killed: %s", rank, pid, why)
-        actor.condemned = why
+        actor.condemned, actor.killed_at = why, time.monotonic()
         actor.gone = not pid
         self._kill(actor)
 
