@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ class Engines:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self._index = torch.cuda.Stream(device).device_index  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
@@ -31,12 +32,27 @@ class Engines:
 
     def uploading(self) -> AbstractContextManager[object]:
         """A context in which the device's work goes to the stream of uploads."""
-        return torch.cuda.stream(self._up)
+        return self._on(self._up)
 
     def downloading(self) -> AbstractContextManager[object]:
         """A context in which it goes to the stream of answers, behind the current stream's work so far."""
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._down)
+        self._down.wait_stream(self._current)
+        return self._on(self._down)
+
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        """The current stream; without a number torch asks for the device, which takes as long as a launch."""
+        return torch.cuda.current_stream(self._index)
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """As `torch.cuda.stream` of this thread's current device, which it asks for in each call."""
+        before = self._current
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
 
     def event(self, *, sleeps: bool = False) -> Moment:
         """What the current stream has been given so far.
@@ -46,7 +62,7 @@ class Engines:
         """
         spare = self._spare[sleeps]
         made = spare.popleft() if spare else torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
-        made.record()
+        made.record(self._current)
         return made
 
     def reuse(self, event: Moment, *, sleeps: bool) -> None:
@@ -55,7 +71,7 @@ class Engines:
 
     def follow(self, event: Moment) -> None:
         """The current stream goes on when `event` has passed; the host does not wait."""
-        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+        self._current.wait_event(event)  # type: ignore[arg-type]
 
 
 class HostEngines(Engines):
