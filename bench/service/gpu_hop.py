@@ -141,7 +141,7 @@ def in_process(
             seconds = ranks.ask("time", count, steps_within(few, 0.01 * clock.whole))
             found["step"][count], found["step p99"][count] = p(seconds, 50), p(seconds, 99)
             found["dma"][count] = ranks.ask("dma", count, 30) * 1e3
-        most = args.ranks * rows[-1]
+        most = args.ranks * (ROWS if "callers" in args.parts else rows)[-1]  # many callers share a step
         for count in [2**at for at in range(1, 14) if 2**at <= most]:
             few = count / ranks.ask("rate", count, 5)
             found["rate"][count] = ranks.ask("rate", count, steps_within(few, 0.004 * clock.whole))
