@@ -178,10 +178,8 @@ def _check_served(config: Config) -> None:
 
 def _cluster(config: Config) -> Cluster:
     if config.cluster.launcher == "local":
-        from moeserve.runtime.launch.environment import bound_spins
         from moeserve.runtime.launch.local_cluster import LocalService
 
-        bound_spins(config.parallel.mesh.ranks)
         return LocalService(config)
     from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster
 

@@ -25,10 +25,10 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     if nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a kernel without them
-        log.debug("experts lie in small pages: %s", error)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
     first = -whole.data_ptr() % HUGE_PAGE
+    try:  # whole pages alone: one that the last bytes had to themselves would take memory that nobody counts
+        memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes // HUGE_PAGE * HUGE_PAGE)
+    except OSError as error:  # a kernel without them
+        log.debug("experts lie in small pages: %s", error)
     return whole[first : first + nbytes].view(dtype).view(shape)

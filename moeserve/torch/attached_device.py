@@ -48,7 +48,8 @@ class AttachedDevice:
         which rows travel, as in AttachLaneRequest: answers have the same bits.
         """
         self.order = torch.zeros(1, dtype=torch.int64, device=device)
-        self._attach, self._device = attach, device
+        self._attach, self._device, self._asked_wire = attach, device, rows_wire
+        self._in_graphs = False  # a graph was recorded, whose kernels bring rows in this layout's wire
         self._timeout, self._layers = timeout, layers
         self._one_version, self._demanded = one_version, 0
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
@@ -264,6 +265,7 @@ class AttachedDevice:
                 "a CUDA graph is recorded in the middle of a forward pass, or before the first one: run one "
                 "before, and record a whole one"
             )
+        self._in_graphs = True
         for stage in free:
             if run.layers[self._recorded[stage] % self._round] == layer:
                 self._recorded[stage] += 1
@@ -320,9 +322,13 @@ class AttachedDevice:
             gone.close()
         if self._lane is None:
             try:
-                self._lane = CallerLane(self._attach, self._layout, self._device, self._layout.wire)
+                wire = self._layout.wire if self._in_graphs else self._asked_wire
+                self._lane = CallerLane(self._attach, self._layout, self._device, wire)
             except (NotFound, Overloaded) as away:  # others serve its experts until it is back
                 raise Unavailable("UNAVAILABLE", away.reason, away.message) from away
+            if self._lane.layout != self._layout:
+                self._layout = self._lane.layout
+                self._kernels = CallerKernels(self._layout, self._table)
         return self._lane
 
     def _watch(self) -> None:

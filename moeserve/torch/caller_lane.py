@@ -12,6 +12,7 @@ import torch
 
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
+from moeserve.proto.errors import MoeError
 from moeserve.proto.passes.attached import ANY_WIRE, AttachedLane
 from moeserve.torch.attached import Pinned
 
@@ -39,8 +40,9 @@ Attach = Callable[[Said], AttachedLane]
 class CallerLane:
     """The lane, and this process's end of it: memory for answers, the rank's as it is mapped, and words.
 
-    rows_wire: asked for; `layout` has the one that rows are to come in. Raises MoeError as
-    `attach`, and RuntimeError for memory that cannot be had, mapped or registered, and for another wire.
+    rows_wire: asked for; `layout` has the one that rows are to come in. Raises MoeError as `attach`, and for
+    a service that does not take it; RuntimeError for memory that cannot be had, mapped or registered;
+    ValueError for a wire that this version does not know.
     """
 
     def __init__(self, attach: Attach, layout: MailLayout, device: torch.device, rows_wire: str) -> None:
@@ -54,9 +56,8 @@ class CallerLane:
             if found != (layout.hidden, layout.experts, layout.top_k):
                 raise RuntimeError(f"the service has hidden size, experts and top-k {found} now")
             if rows_wire not in (ANY_WIRE, self.lane.rows_wire):
-                raise RuntimeError(
-                    f"rows_wire: the service takes no rows as {rows_wire}; it is of an older version"
-                )
+                text = f"rows_wire: the service takes no rows as {rows_wire}, as one of an older version"
+                raise MoeError("FAILED_PRECONDITION", "device_refused", text)
             self.layout = replace(layout, wire=self.lane.rows_wire)
             self.mailbox = self.answers.open(self.lane.mailbox_handle, self.layout.mailbox_bytes)
             self.mirror = Pinned.of(self.lane.memory.bytes[:1])

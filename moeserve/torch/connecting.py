@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.passes.attached import Wanted
+from moeserve.proto.passes.attached import ANY_WIRE, Wanted
 from moeserve.torch.ways import Way
 
 NEEDED = {"in_process": "config", "attached": "address", "remote": "address"}
@@ -35,7 +35,7 @@ class Settings:
     stages: int = 1  # attached: most calls under way at once
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
     device: str = "cpu"  # attached: where rows lie on their way: in host memory, or on a GPU (cuda, cuda:1)
-    rows_wire: str = "auto"  # attached, from a GPU: `auto`, `as_they_are`, or rows' wire by name
+    rows_wire: str = ANY_WIRE  # attached, from a GPU: `auto`, `as_they_are`, or rows' wire by name
     layers: tuple[int, ...] = ()  # attached, from a GPU: of a forward pass, in order; (): as served
     one_version: bool = False  # attached: all layers of one forward pass have the same weights
 
@@ -49,6 +49,10 @@ class Settings:
             raise ValueError(f"device={self.device!r} is neither cpu nor cuda, with an index or without")
         if self.device != "cpu" and self.mode != "attached":
             raise ValueError(f"mode={self.mode!r} takes rows of any device; leave device={self.device!r} out")
+        if self.rows_wire != ANY_WIRE and self.device == "cpu":
+            raise ValueError(
+                f"rows_wire={self.rows_wire!r} is of rows from a GPU; name its device, or leave it out"
+            )
 
 
 def connect(settings: Settings) -> Way:

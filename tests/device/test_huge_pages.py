@@ -35,6 +35,19 @@ def test_the_kernel_gives_huge_pages_for_what_is_written() -> None:
     assert huge_bytes(made.data_ptr()) >= 2 * HUGE_PAGE
 
 
+def resident() -> int:
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_it_takes_no_more_memory_than_it_has() -> None:
+    size, before = HUGE_PAGE + 4096, resident()
+    made = [empty_in_huge_pages((size,), torch.uint8) for _ in range(32)]
+    for one in made:
+        one.fill_(1)
+    assert resident() - before < 32 * size + (8 << 20)
+
+
 def test_it_begins_with_a_huge_page_holds_zeros_and_takes_what_is_written() -> None:
     made = empty_in_huge_pages((3, 512, 1024), torch.float32)
     assert (made.shape, made.dtype, made.is_contiguous()) == ((3, 512, 1024), torch.float32, True)

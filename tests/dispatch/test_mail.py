@@ -59,10 +59,13 @@ def test_nothing_lies_over_anything_else(rows: int, stages: int) -> None:
 def test_rounded_rows_take_the_bytes_of_their_records() -> None:
     made = MailLayout(64, 2, 7168, 256, 8, torch.bfloat16, ROUNDED)
     plain = MailLayout(64, 2, 7168, 256, 8, torch.bfloat16)
-    assert made.came_bytes == 7168 + 4 * 7168 // 128 and plain.came_bytes == plain.row_bytes == made.row_bytes
+    assert (
+        made.mailbox_row_bytes == 7168 + 4 * 7168 // 128
+        and plain.mailbox_row_bytes == plain.row_bytes == made.row_bytes
+    )
     assert made.answers_bytes == plain.answers_bytes and made.blocks == plain.blocks
     _, hidden, ids, *_ = made.columns(1)
-    assert ids - hidden >= 64 * made.came_bytes and ids - hidden < 65 * made.came_bytes
+    assert ids - hidden >= 64 * made.mailbox_row_bytes and ids - hidden < 65 * made.mailbox_row_bytes
     assert made.mailbox_bytes < 0.6 * plain.mailbox_bytes
 
 

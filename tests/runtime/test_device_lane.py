@@ -15,6 +15,7 @@ from lane_words import LaneWords
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
+from moeserve.proto.tensors import TensorError
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.passes.announced import LaneModel, LaneTerms
@@ -334,6 +335,10 @@ def test_lanes_come_and_go_with_their_memory() -> None:
             lanes.attach(asked("one"), "tester")
         with pytest.raises(LanesTaken, match="2 device lanes are attached, and passes"):
             lanes.attach(asked("three"), "tester")
+        rounded = asked("three")
+        rounded.rows_wire = "fp8_group128"
+        with pytest.raises(TensorError, match="'fp8_group128' is of a GPU's rows"):
+            lanes.attach(rounded, "tester")
         assert [lane.name for lane in lanes.attached()] == ["one", "two"] and len(regions.list()) == 4
         lanes.detach(one.mailbox)
         with pytest.raises(UnknownLane):

@@ -74,6 +74,8 @@ def test_settings_say_where_rows_lie() -> None:
         Settings("remote", "127.0.0.1:1", device="cuda")
     with pytest.raises(ValueError, match="'tpu' is neither cpu nor cuda"):
         Settings("attached", "127.0.0.1:1", device="tpu")
+    with pytest.raises(ValueError, match="rows_wire='fp8_group128' is of rows from a GPU"):
+        Settings("attached", "127.0.0.1:1", rows_wire="fp8_group128")
 
 
 @pytest.mark.gpu(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,8 @@ class Device:
         self.closed = 0
         self.passes: list[Any] = []
         self.asked: list[tuple[bool, int]] = []  # any_weights and weights_version of each pass
+        self.layout = LAYOUT  # of the next lane
+        self.wanted: list[str] = []  # wires that lanes were asked for
         self.touched: list[str] = []  # memory of the lane, by kernels
         self.answers = torch.zeros(LAYOUT.answers_bytes, dtype=torch.uint8)
 
@@ -71,15 +74,16 @@ class Device:
         self.passes.append(run)
         return run
 
-    def lane(self, *given: object) -> Any:
+    def lane(self, *given: Any) -> Any:
         """As `attached_device.CallerLane`."""
+        self.wanted.append(given[-1])
         if not self.alive:
             raise Unavailable("UNAVAILABLE", "no_lane", "the rank is away")
         self.attached += 1
         there = self.attached
         answers = SimpleNamespace(mine=self.answers)
         made = SimpleNamespace(
-            lane=There(self, there), addresses=(there,) * 3, answers=answers, layout=LAYOUT
+            lane=There(self, there), addresses=(there,) * 3, answers=answers, layout=self.layout
         )
 
         def close() -> None:
@@ -210,6 +214,26 @@ def test_nothing_touches_the_memory_of_a_rank_that_is_gone(way: AttachedDevice, 
     way.renew()
     assert all(forward(way)) and device.touched[-1] == "2: layer 2"
     way.check()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_lane_is_made_anew_in_the_wire_that_was_asked_for_or_that_graphs_have(
+    device: Device, recorded: bool
+) -> None:
+    way = AttachedDevice(lambda *_: None, LAYOUT, torch.device("cpu"), rows_wire="auto")  # type: ignore[arg-type,return-value]
+    assert all(forward(way))
+    if recorded:
+        device.recording = True
+        assert all(forward(way))
+        device.recording = False
+    device.alive = False
+    with pytest.raises(Unavailable):
+        way.renew()
+    device.alive, device.layout = True, replace(LAYOUT, rows=16)  # as for another wire
+    way.renew()
+    assert device.wanted == ["auto", *[""] * 2] if recorded else device.wanted == ["auto"] * 3
+    assert way._layout == device.layout and all(forward(way))
+    way.close()
 
 
 def test_other_weights_are_told_by_name_and_the_next_pass_is_begun(device: Device) -> None:

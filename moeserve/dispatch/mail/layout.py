@@ -90,7 +90,7 @@ class MailLayout:
         return RowRecord(WIRES[self.wire], self.hidden) if self.wire else None
 
     @property
-    def came_bytes(self) -> int:
+    def mailbox_row_bytes(self) -> int:
         """Of one row of hidden states in the mailbox."""
         return self.row_bytes if self.record is None else self.record.nbytes
 
@@ -112,7 +112,7 @@ class MailLayout:
         """Bytes of a stage's lines, hidden states, ids, weights and logits."""
         chosen = _aligned(self.rows * self.top_k * 4)
         logits = _aligned(self.rows * self.experts * 4)
-        return self._lines, _aligned(self.rows * self.came_bytes), chosen, chosen, logits
+        return self._lines, _aligned(self.rows * self.mailbox_row_bytes), chosen, chosen, logits
 
     @property
     def mailbox_bytes(self) -> int:

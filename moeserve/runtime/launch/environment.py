@@ -70,22 +70,6 @@ def tune_process() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-SPINS = "5000"
-"""Looks of an OpenMP thread for more work before it sleeps: some 100 us, where its own 300,000 take several
-milliseconds. The parts of one step follow each other sooner.
-"""
-
-
-def bound_spins(ranks: int) -> None:
-    """Has OpenMP threads of processes that start from here on sleep soon after a step, unless the environment
-    says otherwise, where the host has fewer than two cores for each of `ranks` and for their head: a thread
-    that looks for work there takes the core from doors, the head and callers.
-    """
-    few = len(os.sched_getaffinity(0)) < 2 * (ranks + 1)
-    if few and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-
-
 def set_environment(host: str) -> None:
     """What libraries of a rank on `host` read from the environment, unless it is set already."""
     if host in ("127.0.0.1", "localhost"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from moeserve.device.machine import Machine
 from moeserve.dispatch.mail.layout import ROUNDED, why_not_rounded
+from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.quant.formats import FP8_GROUP
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.planning.memory import step_bytes
@@ -51,6 +52,11 @@ def rows_wire(plans: Iterable[Plan], rows: int) -> str:
     return ROUNDED
 
 
+def may_be_rounded(plans: Iterable[Plan]) -> bool:
+    """Whether rows may come rounded, whichever of the dispatchers that fit are chosen in the end."""
+    return any(span.wire == FP8_GROUP for plan in plans for span in plan.fitting)
+
+
 def pass_bytes(
     served: Served, plans: Mapping[int, Plan], machine: Machine, balance: BalanceConfig, passes: PassesConfig
 ) -> PassBytes | None:
@@ -65,7 +71,9 @@ def pass_bytes(
     checkpoint, slots = served.checkpoint, _slots(served, balance)
     hidden, choice = checkpoint.hidden * served.dtype.itemsize, 8 * checkpoint.top_k
     row = hidden + choice + 4 * checkpoint.num_experts
-    most = max(1, min(served.lane_rows, passes.lane_bytes // (row + hidden)))  # in a lane: and an answer
+    rounded = rows_wire(plans.values(), 1) and RowRecord(FP8_GROUP, checkpoint.hidden).nbytes
+    in_lane = row - hidden + (rounded or hidden) + hidden  # the last: an answer
+    most = max(1, min(served.lane_rows, passes.lane_bytes // in_lane))
     padded = 1 << (most - 1).bit_length()
     steps = [
         step_bytes(plan, replace(span, up_to=min(span.up_to, most)), slots)

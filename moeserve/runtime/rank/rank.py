@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
 from moeserve.runtime.planning.layers import Place, dispatch_spec
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
-from moeserve.runtime.rank.cpu_threads import alone, is_small
 from moeserve.runtime.rank.experts import LayerProgress, RankExperts
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.measured import TIMED_EVERY, ExpertRows, RowsReading
@@ -234,8 +232,7 @@ class Rank:
         if self._recordable(layer, fullest):
             answer, made = self._runner.replay(launch, rows, lent=lent)
         else:
-            with alone() if self._is_small(layer, lane_rows) else nullcontext():
-                answer, made = self._runner.launch(launch, rows.to(self.device))
+            answer, made = self._runner.launch(launch, rows.to(self.device))
         self.progress.enter(Phase.DEVICE)
         if self.device != "cpu" and made.counts is not None:
             self._rows.take(self._position[layer], made.counts)
@@ -358,13 +355,6 @@ class Rank:
         none = empty_input(plan.problem.shape.hidden, plan.problem.top_k, served.dtype).hidden
         name = plan.span(fullest).dispatcher.name
         return none.to(self.device), Phases(0.0, 0.0, 0.0, 0, 0, 0, name)
-
-    def _is_small(self, layer: int, lane_rows: tuple[int, ...]) -> bool:
-        """Whether a step on a CPU is so small that one thread computes it."""
-        if self.device != "cpu":
-            return False
-        weights = self.experts.bank[layer].nbytes if layer in self.experts.bank else 0
-        return is_small(sum(lane_rows) * self.served.checkpoint.hidden, weights)
 
     def _recordable(self, layer: int, fullest: int) -> bool:
         """Whether a step of these rows is a graph: small, on a GPU, with a dispatcher that reads no count."""

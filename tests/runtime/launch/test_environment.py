@@ -47,22 +47,3 @@ def test_ranks_that_share_a_gpu_meet_without_nccl(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = Config().with_values({"parallel.data_parallel_size": 2, "passes.share_gpu": shares})
     assert environment.group_backend(config, machine_named(machine, ()), on_host) == backend
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "given", "spins"),
-    [
-        (2, 1, {}, environment.SPINS),
-        (16, 8, {}, environment.SPINS),
-        (4, 1, {}, None),  # each has a core to look for work on
-        (2, 1, {"GOMP_SPINCOUNT": "7"}, "7"),
-        (2, 1, {"OMP_WAIT_POLICY": "active"}, None),
-    ],
-)
-def test_threads_of_a_step_sleep_soon_where_cores_are_few(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, given: dict[str, str], spins: str | None
-) -> None:
-    monkeypatch.setattr(environment.os, "environ", dict(given))
-    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    environment.bound_spins(ranks)
-    assert environment.os.environ.get("GOMP_SPINCOUNT") == spins

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.passes.attached import ANY_WIRE
 from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
 from moeserve.proto.tensors import FLOATS, TensorError
 from moeserve.proto.texts import quoted
@@ -223,6 +224,10 @@ class DeviceLanes:
         dtype = moe_pb2.DType.Name(request.dtype) if request.dtype in moe_pb2.DType.values() else ""
         if (named := dtype.removeprefix("DTYPE_").lower()) not in FLOATS:
             raise TensorError("dtype", f"number {request.dtype} is not one of {', '.join(FLOATS)}")
+        if request.device == "cpu" and request.rows_wire not in ("", ANY_WIRE):
+            raise TensorError(
+                "rows_wire", f"{quoted(request.rows_wire)} is of a GPU's rows, not of the host's"
+            )
         sizes = (model.hidden, model.experts, model.top_k)
         if request.device != "cpu":
             return MailboxLayout.of((1, request.stages), sizes, named)  # words alone

@@ -22,7 +22,7 @@ from moeserve.dispatch.mail.kernels import MISFIT, Given, OwnerKernels, load, wo
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.quant.formats import FP8_GROUP
-from moeserve.runtime.planning.passes import rows_wire
+from moeserve.runtime.planning.passes import may_be_rounded
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.runs.rooms import Rooms
@@ -133,7 +133,7 @@ class PassRuns:
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
         with torch.cuda.device(self._device):
             load()
-            if rows_wire(rank.plans.values(), 1):
+            if may_be_rounded(rank.plans.values()):
                 load(RowRecord(FP8_GROUP, rank.served.checkpoint.hidden))
         self._now[Word.ENDED].zero_()  # a kernel's first launch waits for whatever waits on the device
         self._now[Word.EPOCH].fill_(0)
