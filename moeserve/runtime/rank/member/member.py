@@ -185,7 +185,6 @@ class Member:
         self.on_end()  # nothing on the device waits for rows any more
         self._steps.close()
         self._leave()
-        self._group.closed()
         for left in self._entries.rest():
             if left["kind"] == "act":  # it finds that no step can be launched
                 left["act"]()

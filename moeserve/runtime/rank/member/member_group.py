@@ -91,7 +91,6 @@ class MemberGroup:
         self._send = send
         self._formed: ProcessGroup | None = None
         self._store: StreamStore | None = None  # where it met; as long as there is the group
-        self._closing: threading.Thread | None = None  # of the last group
 
     def join(self, meeting: Meeting, device: str, live: Callable[[], bool]) -> ProcessGroup:
         """Forms the group with its other members; `device` is this rank's.
@@ -157,7 +156,7 @@ class MemberGroup:
         """Ends the group, where there is one; no other group of the process changes.
 
         gloo's connections are closed by a thread: for each it waits until gloo's own thread has looked, 10 to
-        30 ms in all, and the next group need not wait for that. A process that ends does, by `closed`.
+        30 ms in all, and the next group need not wait for that. The process does when it ends.
         """
         kept: list[object] = [self._store, self._formed]
         group, self._formed, self._store = self._formed, None, None
@@ -166,13 +165,7 @@ class MemberGroup:
         end_group(group)
         del group
         if self._settings.backend == "gloo":
-            self._closing = threading.Thread(target=_let_go, args=(kept,), name="closing")
-            self._closing.start()
-
-    def closed(self) -> None:
-        """Waits until the last group's connections are closed: gloo aborts a process that ends meanwhile."""
-        if self._closing is not None:
-            self._closing.join()
+            threading.Thread(target=_let_go, args=(kept,), name="closing").start()
 
 
 def _let_go(kept: list[object]) -> None:
