@@ -56,14 +56,9 @@ class AttachedDevice:
         with torch.cuda.device(device):
             self._table = words(device)
             self._abort, self._words = _pinned(1, torch.int32), _pinned(WORDS, torch.int64)
-        self._lane: CallerLane | None = CallerLane(attach, layout, device, rows_wire)
+        self._lane: CallerLane | None
+        self._lane, self._kernels = self._made(layout, rows_wire)
         self._layout = layout = self._lane.layout
-        try:
-            with torch.cuda.device(device):
-                self._kernels = CallerKernels(layout, self._table)
-        except BaseException:
-            self._lane.close()
-            raise
         self._pass: Pass | None = None
         self._sent = [0] * layout.stages  # steps of each stage, without those of replayed graphs
         self._recorded = [0] * layout.stages  # while a graph is recorded
@@ -323,13 +318,21 @@ class AttachedDevice:
         if self._lane is None:
             try:
                 wire = self._layout.wire if self._in_graphs else self._asked_wire
-                self._lane = CallerLane(self._attach, self._layout, self._device, wire)
+                lane, self._kernels = self._made(self._layout, wire)
             except (NotFound, Overloaded) as away:  # others serve its experts until it is back
                 raise Unavailable("UNAVAILABLE", away.reason, away.message) from away
-            if self._lane.layout != self._layout:
-                self._layout = self._lane.layout
-                self._kernels = CallerKernels(self._layout, self._table)
+            self._lane, self._layout = lane, lane.layout
         return self._lane
+
+    def _made(self, layout: MailLayout, wire: str) -> tuple[CallerLane, CallerKernels]:
+        """A lane, and the kernels for its layout."""
+        lane = CallerLane(self._attach, layout, self._device, wire)
+        try:
+            with torch.cuda.device(self._device):
+                return lane, CallerKernels(lane.layout, self._table)
+        except BaseException:
+            lane.close()
+            raise
 
     def _watch(self) -> None:
         """Has nothing on the device wait for a pass that has ended, or for a rank that is gone."""

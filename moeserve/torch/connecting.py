@@ -49,7 +49,7 @@ class Settings:
             raise ValueError(f"device={self.device!r} is neither cpu nor cuda, with an index or without")
         if self.device != "cpu" and self.mode != "attached":
             raise ValueError(f"mode={self.mode!r} takes rows of any device; leave device={self.device!r} out")
-        if self.rows_wire != ANY_WIRE and self.device == "cpu":
+        if self.rows_wire not in (ANY_WIRE, AS_THEY_ARE) and self.device == "cpu":
             raise ValueError(
                 f"rows_wire={self.rows_wire!r} is of rows from a GPU; name its device, or leave it out"
             )

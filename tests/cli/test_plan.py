@@ -308,6 +308,20 @@ def test_slots_that_do_not_stand_a_loss_are_refused_with_how_many_are_missing(
     assert planned([*words, "--tensor-parallel-size", "4"], capsys)["cover"] is None
 
 
+def test_rows_that_come_rounded_take_less_of_a_lane_and_may_be_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path / "wide", dtype=torch.bfloat16, hidden=1024, inner=256)
+    words = ["--checkpoint", str(tmp_path / "wide"), "--machine", "h200"]
+    small = tmp_path / "small.toml"
+    small.write_text("[passes]\nlane_bytes = 3800000\n")
+    plain, rounded = (
+        planned([str(small), *words, *more], capsys)["passes"]["rooms"]
+        for more in ([], ["--load-as", "fp8_per_block"])
+    )
+    assert rounded == 2 * plain, "917 rows as they are are padded to 1024, and 1205 that come rounded to 2048"
+
+
 def test_what_callers_gpus_may_take_is_bounded_by_keys(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

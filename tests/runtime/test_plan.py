@@ -17,7 +17,7 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16, FP8_BLOCK, FP8_GROUP, FP16, FP32
 from moeserve.runtime.planning.costing import Costing
-from moeserve.runtime.planning.passes import rows_wire
+from moeserve.runtime.planning.passes import may_be_rounded, rows_wire
 from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
 from moeserve.runtime.sections import Wanted
 
@@ -263,6 +263,7 @@ def test_sizes_of_a_problem_count_reserved_places_where_they_take_part() -> None
         (Scheme(FP8_BLOCK, FP8_GROUP), {}, 64, "fp8_group128"),
         (Scheme(FP8_BLOCK, FP8_GROUP), {"lanes": 1, "owners": 1}, 1, "fp8_group128"),
         (Scheme(FP8_BLOCK, FP8_GROUP), {"model_format": FP16}, 64, ""),
+        (Scheme(FP8_BLOCK, FP8_GROUP), {"shape": ExpertShape(192, 256, Activation("silu"))}, 64, ""),
         (PLAIN, {}, 64, ""),
     ],
 )
@@ -271,6 +272,7 @@ def test_rows_of_callers_gpus_come_in_the_wire_of_all_layers(
 ) -> None:
     made = plan(problem(scheme, **changes))
     assert rows_wire([made], rows) == wire
+    assert may_be_rounded([made]) == bool(wire)
     assert rows_wire([made, plan(problem())], rows) == ""
 
 

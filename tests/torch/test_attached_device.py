@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from fake_members import until
-from gpu_ways import batch, opened, tiny
+from gpu_ways import batch, opened
 from houses import Alone, house_config
 from torch import Tensor
 from torch_blocks import Block, recorded
@@ -28,16 +28,6 @@ from moeserve.torch.attached_device import AttachedDevice
 
 NOBODY = "cuda:00000000-0000-0000-0000-000000000000"
 SHARED = {"plan__device": "cuda", "passes__share_gpu": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def alone(path: Path) -> Alone:
-    return Alone(path)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_ways import batch, opened, tiny
+from gpu_ways import batch, opened
 from houses import Alone, house_config
 
 from moeserve.proto.errors import MoeError, Unavailable
@@ -34,16 +34,6 @@ GROUP = {
     "step__late_seconds": 30.0,
 }
 LAYERS = (0, 1)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def alone(path: Path) -> Alone:
-    return Alone(path)
 
 
 @pytest.fixture(scope="module")

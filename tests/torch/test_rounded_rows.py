@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_ways import FP8, batch, joined, opened, tiny
+from gpu_ways import FP8, batch, joined, opened
 from houses import Alone, house_config
 from pass_pairs import Pair, expected, given
 from torch_blocks import Block, recorded
@@ -23,16 +23,6 @@ from moeserve.torch import MoeExperts, Settings, connect
 
 pytestmark = pytest.mark.gpu(1)
 SHARED = {"plan__device": "cuda", "passes__share_gpu": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def alone(path: Path) -> Alone:
-    return Alone(path)
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ class _Lanes:
         self.asked = [_request(*call) for call in calls]
 
     def run(self) -> None:
-        """Looks for lanes, and has two threads ask each; returns when told to stop."""
+        """Looks for lanes, and has two threads ask each; told to stop, it waits for their calls."""
         threads: dict[int, list[threading.Thread]] = {}
         with MoeClient(self.address, timeout=5.0) as client:
             while not self.stop.is_set():
@@ -125,6 +125,11 @@ class _Lanes:
                     for thread in threads[seat]:
                         thread.start()
                 self.stop.wait(LOOK_SECONDS)
+        until = time.monotonic() + DEADLINE_SECONDS
+        for thread in (
+            one for both in threads.values() for one in both
+        ):  # one inside torch would abort the end
+            thread.join(max(0.0, until - time.monotonic()))
 
     def is_at(self, seat: int, address: str) -> bool:
         """Whether the seat's lane is there, and is to be asked."""

@@ -54,9 +54,7 @@ class Wanted:
     dtype: str = "bf16"  # of hidden states and answers: fp32, bf16, fp16
     device: str = "cpu"  # that the rows come from: `cpu`, or `cuda:` and a GPU's UUID
     answers_handle: bytes = field(default=b"", repr=False)  # CUDA IPC, of a GPU's memory for answers
-    rows_wire: str = (
-        ""  # of a GPU's rows: a wire by name, `auto` = as the rank's layers take them, empty: none
-    )
+    rows_wire: str = ""  # of a GPU's rows: empty: as they are; `auto`; or a wire by name
     model: str = ""
     rank: int | None = None
     any_rank: bool = False  # or another of this host's, where all lanes of the first are taken

@@ -40,9 +40,7 @@ def rows_wire(plans: Iterable[Plan], rows: int) -> str:
     once are not changed when they are rounded again.
     """
     for plan in plans:
-        problem = plan.problem
-        (rows_are,) = problem.model_format.parts
-        if why_not_rounded(problem.shape.hidden, rows_are.dtype, ROUNDED):
+        if not _can_be_rounded(plan):
             return ""
         for span in plan.dispatchers:
             if span.wire != FP8_GROUP:
@@ -54,7 +52,14 @@ def rows_wire(plans: Iterable[Plan], rows: int) -> str:
 
 def may_be_rounded(plans: Iterable[Plan]) -> bool:
     """Whether rows may come rounded, whichever of the dispatchers that fit are chosen in the end."""
-    return any(span.wire == FP8_GROUP for plan in plans for span in plan.fitting)
+    return all(
+        _can_be_rounded(plan) and any(span.wire == FP8_GROUP for span in plan.fitting) for plan in plans
+    )
+
+
+def _can_be_rounded(plan: Plan) -> bool:
+    (rows_are,) = plan.problem.model_format.parts
+    return not why_not_rounded(plan.problem.shape.hidden, rows_are.dtype, ROUNDED)
 
 
 def pass_bytes(

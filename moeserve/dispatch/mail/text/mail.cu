@@ -233,8 +233,8 @@ DEVICE u32 agree(u64* words, u32 count) {
 // that two reads of a count may differ. It is therefore agreed upon once: by the kernel that waits before many blocks,
 // or by the first block that has read it. From it alone follow which rows are valid, how they are divided, and how many
 // are posted. So each valid row has been written by this step; where a block has not come to its share, it has noted
-// that the pass has ended, and nothing is posted. Rows, ids, weights and logits may change under a reader, too, but
-// each is read once, and whatever is read is the caller's own.
+// that the pass has ended, and nothing is posted. Rows, ids, weights and logits may change under a reader, too; whatever
+// is read is the caller's own.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);

@@ -53,9 +53,7 @@ class Generations:
         self._served = False  # whether any generation ever did
         self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
-        self._awaits_ends = (
-            False  # of processes that were given up: a generation is due, and forms after them
-        )
+        self._awaits_ends = False  # a generation is due, once processes that were given up have ended
         self.parted = Parted()
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads

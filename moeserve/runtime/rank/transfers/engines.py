@@ -17,9 +17,9 @@ class Engines:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._index = torch.cuda.Stream(device).device_index  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._index = self._up.device_index
         self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
 
     def use(self) -> None:
