@@ -236,6 +236,23 @@ def test_a_lane_is_made_anew_in_the_wire_that_was_asked_for_or_that_graphs_have(
     way.close()
 
 
+def test_a_lane_whose_kernels_cannot_be_had_is_given_back(
+    way: AttachedDevice, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(forward(way))
+    device.alive = False
+    with pytest.raises(Unavailable):
+        way.renew()
+    device.alive, closed = True, device.closed
+    with monkeypatch.context() as patched:
+        patched.setattr(attached_device, "CallerKernels", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            way.renew()
+    assert device.closed == closed + 1
+    way.renew()
+    assert all(forward(way))
+
+
 def test_other_weights_are_told_by_name_and_the_next_pass_is_begun(device: Device) -> None:
     given = lambda *_: None, LAYOUT, torch.device("cpu")
     way = AttachedDevice(*given, one_version=True)  # type: ignore[arg-type,return-value]
