@@ -45,6 +45,10 @@ class ByRows(Dispatcher):
         """Home by the dispatcher that dispatched: `[T, H]`."""
         return ticket.dispatcher.combine(outputs, ticket.own)
 
+    def combine_into(self, outputs: Tensor, ticket: _RangeTicket, place: Tensor) -> Tensor:
+        """The same, by what can write there."""
+        return ticket.dispatcher.combine_into(outputs, ticket.own, place)
+
     @property
     def traffic(self) -> Traffic:
         """The sum of what its dispatchers have sent."""

@@ -74,6 +74,13 @@ class Dispatcher(Protocol):
         Partial sums over slices of an expert are added here, and nowhere else.
         """
 
+    def combine_into(self, outputs: Tensor, ticket: Any, place: Tensor) -> Tensor:
+        """Does the same, with the answer at `place`, `[T, H]` of the hidden's dtype, which it returns.
+
+        By default it is copied there: a dispatcher that can write its sums there saves reading them again.
+        """
+        return place.copy_(self.combine(outputs, ticket))
+
     counts_on_device: bool = False
     """Whether `traffic` is counted by the device, and so also while a CUDA graph replays."""
 

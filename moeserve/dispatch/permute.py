@@ -163,8 +163,12 @@ def _words(table: Tensor) -> Tensor:
     return raw
 
 
-def weigh_rows(outputs: Tensor, homes: Homes, dtype: torch.dtype = torch.float32) -> Tensor:
+def weigh_rows(
+    outputs: Tensor, homes: Homes, dtype: torch.dtype = torch.float32, place: Tensor | None = None
+) -> Tensor:
     """Weighted sum over the choices of each arrived row, in order of choice: `[R, H]`, rounded to `dtype`.
+
+    place: `[R, H]` of `dtype`, where the sums are written instead of memory of their own.
 
     `outputs [capacity, H]` as the kernel made them; rows that no slot owns enter no sum, even NaN. A row
     with no choice here is zero. Sums are float32, and nothing is added by atomics: the bits repeat. Raises
@@ -173,17 +177,24 @@ def weigh_rows(outputs: Tensor, homes: Homes, dtype: torch.dtype = torch.float32
     if outputs.shape[0] != homes.capacity:
         raise ValueError(f"outputs have {outputs.shape[0]} rows; the dispatched batch has {homes.capacity}")
     if homes.rows == 0 or homes.capacity == 0:
-        return torch.zeros((homes.rows, outputs.shape[1]), dtype=dtype, device=outputs.device)
+        sums = torch.zeros((homes.rows, outputs.shape[1]), device=outputs.device)
+        return rounded(sums, dtype, place)
     if kernels_serve(outputs.device):
         from moeserve.dispatch.row_kernels import weigh
 
         summed: Tensor = weigh(outputs.contiguous(), homes.places, homes.weights, dtype)  # type: ignore[no-untyped-call]
-        return summed
-    return F.embedding_bag(
+        return summed if place is None else place.copy_(summed)
+    sums = F.embedding_bag(
         homes.places,
         outputs.float(),
         homes.starts,
         mode="sum",
         per_sample_weights=homes.weights,
         padding_idx=None if homes.starts is not None else homes.capacity - 1,
-    ).to(dtype)
+    )
+    return rounded(sums, dtype, place)
+
+
+def rounded(sums: Tensor, dtype: torch.dtype, place: Tensor | None) -> Tensor:
+    """`sums` in `dtype`, at `place` where that is given."""
+    return sums.to(dtype) if place is None else place.copy_(sums)

@@ -114,12 +114,13 @@ class CallerMemory:
 class Lent:
     """What a device may read and write of the memory that a caller lent.
 
-    Only memory that is registered with the device counts: its engines copy from and to it, beside the host.
+    On a GPU only memory that is registered with it counts: its engines copy from and to it, beside the host.
+    On a CPU only memory that nobody can make smaller.
     """
 
     memory: CallerMemory
-    rows: bool = False  # the hidden states lie in registered memory
-    home: Tensor | None = None  # [T, H] of the caller's dtype, registered: where the answer is wanted
+    rows: bool = False  # the hidden states lie in such memory
+    home: Tensor | None = None  # [T, H] of the caller's dtype, in such memory: where the answer is wanted
 
     def part(self, rows: slice) -> Lent:
         """The same for some of the rows."""

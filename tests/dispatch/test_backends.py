@@ -56,6 +56,9 @@ def test_one_rank_computes_by_itself() -> None:
     answer = dispatcher.combine(arrived.batch.tokens.dequantize() * scale[:, None], arrived.ticket)
     expected = HIDDEN * torch.tensor([[0.5 * 1000 + 2 * 10], [4 * 10], [0.0]])
     torch.testing.assert_close(answer, expected, rtol=1e-6, atol=0)
+    place = torch.full_like(answer, float("nan"))
+    outputs = arrived.batch.tokens.dequantize() * scale[:, None]
+    assert dispatcher.combine_into(outputs, arrived.ticket, place) is place and torch.equal(place, answer)
     assert dispatcher.traffic == Traffic() and dispatcher.traffic.plus(dispatched=3).plus(
         combined=4
     ) == Traffic(3, 4)

@@ -66,10 +66,14 @@ def test_no_rows_and_no_slots() -> None:
     )
     assert batch.counts.tolist() == [0, 0, 0] and batch.tokens.shape == (0, 8)
     assert weigh_rows(torch.empty(0, 8), homes).shape == (0, 8)
+    none = torch.empty(0, 8)
+    assert weigh_rows(none, homes, place=none) is none
     nowhere = torch.full((4, 2), -1, dtype=torch.int32)
     batch, homes = group_rows(FP32.quantize(ROWS), nowhere, WEIGHTS, (0, 1))
     assert batch.offsets.tolist() == [0]
     assert weigh_rows(torch.empty(0, 3), homes).tolist() == torch.zeros(4, 3).tolist()
+    place = torch.full((4, 3), 7.0)
+    assert weigh_rows(torch.empty(0, 3), homes, place=place) is place and not place.any()
 
 
 @pytest.mark.parametrize(

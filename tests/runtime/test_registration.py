@@ -65,7 +65,7 @@ def test_a_region_is_registered_until_it_ends_and_its_bytes_count_till_then(
     name, size = regions.create(2 * PAGE)
     assert list(driver.held.values()) == [size]
     hold = regions.hold(name, 0, 16)
-    assert hold.registered
+    assert hold.reached
     driver.may_end.clear()
     regions.release(name)
     assert driver.held, "a call holds it"
@@ -80,7 +80,7 @@ def test_memory_past_the_bound_is_used_without_registration(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         names = [regions.create(2 * PAGE)[0] for _ in range(3)]
-    assert [regions.hold(name, 0, 16).registered for name in names] == [True, False, False]
+    assert [regions.hold(name, 0, 16).reached for name in names] == [True, False, False]
     assert len(driver.held) == 1
     (warned,) = caplog.records  # once, however many follow
     assert "8192 of server.registered_bytes = 12288 are taken" in warned.getMessage()
@@ -91,11 +91,11 @@ def test_what_the_device_refuses_is_used_all_the_same(
 ) -> None:
     driver.refusal = "out of resources"
     name, _ = regions.create(PAGE)
-    assert not regions.hold(name, 0, 16).registered
+    assert not regions.hold(name, 0, 16).reached
     assert "a region of 4096 bytes is not registered with the device: out of resources" in caplog.text
     driver.refusal = ""
     other, _ = regions.create(3 * PAGE)  # what was refused takes no room
-    assert regions.hold(other, 0, 16).registered
+    assert regions.hold(other, 0, 16).reached
 
 
 def test_the_end_of_all_regions_is_waited_for(driver: FakeDriver) -> None:
@@ -143,7 +143,7 @@ def test_the_device_reads_and_writes_registered_regions_in_place() -> None:
     regions = Regions(RegionLimits(), Registrar(CudaDriver("cuda:0"), 1 << 30))
     name, size = regions.create(1 << 20)
     hold = regions.hold(name, 0, size)
-    assert hold.registered
+    assert hold.reached
     there = torch.frombuffer(hold.memory, dtype=torch.int32)
     there.copy_(torch.arange(there.numel(), dtype=torch.int32))
     assert there.is_pinned()

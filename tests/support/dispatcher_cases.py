@@ -198,7 +198,7 @@ def compute(case: Case, rank: int, batch: ExpertBatch) -> Tensor:
     return computed(batch, held, computed_by(case, rank), case.row_align).to(case.dtype)
 
 
-class Mutant:
+class Mutant(Dispatcher):
     """A dispatcher with one fault, for the law to find."""
 
     def __init__(self, dispatcher: Dispatcher, fault: str, spec: DispatchSpec) -> None:
@@ -233,7 +233,7 @@ FAULTS = ("swapped_slots", "rolled_weights", "double_rounding", "lost_rank", "sw
 
 
 def run_cases(rank: int, world: int, cases: list[Case]) -> list[Outcome]:
-    """Worker: every case once, and once more for its bits."""
+    """Worker: every case once, and once more, into memory of the caller, for its bits."""
     return [_run_case(rank, case) for case in cases]
 
 
@@ -253,7 +253,13 @@ def _run_case(rank: int, case: Case) -> Outcome:
             arrived = dispatcher.dispatch(step.hidden[rank], routing)
         outputs = compute(case, rank, arrived.batch)
         with no_host_waits(watched):
-            answers.append(dispatcher.combine(outputs, arrived.ticket))
+            if number == 1:
+                answers.append(dispatcher.combine(outputs, arrived.ticket))
+            else:
+                place = torch.full_like(answers[0], float("nan"))
+                answers.append(dispatcher.combine_into(outputs, arrived.ticket, place))
+                if answers[1] is not place:
+                    raise AssertionError(f"{case}: the answer is not where it is wanted")
     sent = dispatcher.traffic.dispatched + dispatcher.traffic.combined
     dispatcher.close()
     expected = reference(case, rank)

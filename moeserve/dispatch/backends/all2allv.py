@@ -22,7 +22,7 @@ from moeserve.dispatch.dispatcher import (
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, Exchange
-from moeserve.dispatch.permute import Homes, group_rows, no_rows, take_rows, weigh_rows
+from moeserve.dispatch.permute import Homes, group_rows, no_rows, rounded, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
@@ -80,20 +80,27 @@ class AllToAllV(Dispatcher):
 
     def combine(self, outputs: Tensor, ticket: _CopiesTicket) -> Tensor:
         """Sends every copy's partial sum back, and adds up each row's, in owner order: `[T, H]`."""
+        return self._combined(outputs, ticket, None)
+
+    def combine_into(self, outputs: Tensor, ticket: _CopiesTicket, place: Tensor) -> Tensor:
+        """The same, added up into `place`."""
+        return self._combined(outputs, ticket, place)
+
+    def _combined(self, outputs: Tensor, ticket: _CopiesTicket, place: Tensor | None) -> Tensor:
         spec, exchange = self._spec, self._exchange
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)
         if ticket is self._idle:
-            return partials
+            return rounded(partials, spec.dtype, place)
         back = partials.new_empty((sum(ticket.sent), spec.hidden))
         leaving = exchange.runs_by_position(partials, ticket.received)
         exchange.carry(back, leaving, (ticket.sent, ticket.received), ticket.lane_rows)
         others = sum(ticket.received) - ticket.received[spec.rank]
         self._count(combined=others * spec.hidden * spec.dtype.itemsize)
         if back.shape[0]:
-            answer = F.embedding_bag(ticket.copies, back.float(), ticket.starts, mode="sum").to(spec.dtype)
+            sums = F.embedding_bag(ticket.copies, back.float(), ticket.starts, mode="sum")
         else:
-            answer = back.new_zeros((ticket.starts.shape[0], spec.hidden))
-        return answer
+            sums = back.new_zeros((ticket.starts.shape[0], spec.hidden))
+        return rounded(sums, spec.dtype, place)
 
     def _by_position(self, bound: Tensor) -> Tensor:
         """`bound [T, owners]` as `[T, positions]`: no row goes to a member that is no owner."""

@@ -24,7 +24,7 @@ from moeserve.dispatch.dispatcher import (
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, Exchange, sum_partials
-from moeserve.dispatch.permute import Homes, group_rows, no_rows, weigh_rows
+from moeserve.dispatch.permute import Homes, group_rows, no_rows, rounded, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
@@ -66,10 +66,18 @@ class AllGatherReduceScatter(Dispatcher):
 
     def combine(self, outputs: Tensor, ticket: GatherTicket) -> Tensor:
         """Sends each lane its rows' partial sums, and adds up what comes for this one: `[T, H]`."""
+        return self._combined(outputs, ticket, None)
+
+    def combine_into(self, outputs: Tensor, ticket: GatherTicket, place: Tensor) -> Tensor:
+        """The same, added up into `place`."""
+        return self._combined(outputs, ticket, place)
+
+    def _combined(self, outputs: Tensor, ticket: GatherTicket, place: Tensor | None) -> Tensor:
         partials = weigh_rows(outputs, ticket.homes, self._spec.dtype)
         if self._exchange.idle(ticket.lane_rows):
-            return partials
-        return self._brought_home(partials, ticket.lane_rows)
+            return rounded(partials, self._spec.dtype, place)
+        received = self._brought_home(partials, ticket.lane_rows)
+        return rounded(sum_partials(received), self._spec.dtype, place)
 
     def _gathered(self, mine: Tensor, lane_rows: tuple[int, ...]) -> Tensor:
         """Sends `mine`, this lane's records, to every owner; returns those of all lanes, by position."""
@@ -79,8 +87,8 @@ class AllGatherReduceScatter(Dispatcher):
         self._traffic = self._traffic.plus(dispatched=mine.nbytes * exchange.other_owners)
         return arrived
 
-    def _brought_home(self, partials: Tensor, lane_rows: tuple[int, ...]) -> Tensor:
-        """Sends each lane its part of `partials`, by lane; adds up what comes for this one."""
+    def _brought_home(self, partials: Tensor, lane_rows: tuple[int, ...]) -> list[Tensor]:
+        """Sends each lane its part of `partials`, by lane; returns what comes for this one, by owner."""
         spec, exchange = self._spec, self._exchange
         come = exchange.owners(spec.own_rows(lane_rows))
         go = exchange.lanes(lane_rows) if exchange.owns else [0] * spec.ranks
@@ -89,7 +97,7 @@ class AllGatherReduceScatter(Dispatcher):
         others = partials.shape[0] - go[spec.rank]
         self._traffic = self._traffic.plus(combined=others * spec.hidden * spec.dtype.itemsize)
         sums = received.split_with_sizes(come)
-        return sum_partials([sums[at] for at in exchange.owner_positions]).to(spec.dtype)
+        return [sums[at] for at in exchange.owner_positions]
 
     @property
     def traffic(self) -> Traffic:

@@ -46,6 +46,10 @@ class Local(Dispatcher):
         """Weighs the outputs into `[T, H]`."""
         return weigh_rows(outputs, ticket, self._spec.dtype)
 
+    def combine_into(self, outputs: Tensor, ticket: Homes, place: Tensor) -> Tensor:
+        """Weighs the outputs into `place`."""
+        return weigh_rows(outputs, ticket, self._spec.dtype, place)
+
     @property
     def traffic(self) -> Traffic:
         """Nothing: there is no other rank."""

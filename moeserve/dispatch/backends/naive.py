@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.dispatch.backends.allgather_reducescatter import AllGatherReduceScatter
 from moeserve.dispatch.dispatcher import DispatchEntry, Pace
-from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, sum_partials
+from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS
 from moeserve.dispatch.wire import ROW_WISE
 from moeserve.experts.batch import Grouping
 
@@ -29,7 +29,7 @@ class Naive(AllGatherReduceScatter):
         self._traffic = self._traffic.plus(dispatched=mine.nbytes * (spec.ranks - 1))
         return arrived
 
-    def _brought_home(self, partials: Tensor, lane_rows: tuple[int, ...]) -> Tensor:
+    def _brought_home(self, partials: Tensor, lane_rows: tuple[int, ...]) -> list[Tensor]:
         """Broadcasts every owner's partial sums of all rows, where the step is of the whole group."""
         spec, exchange = self._spec, self._exchange
         if not exchange.whole(lane_rows):
@@ -42,8 +42,7 @@ class Naive(AllGatherReduceScatter):
         exchange.broadcast(everyone)
         self._traffic = self._traffic.plus(combined=mine.nbytes * (spec.ranks - 1))
         own = exchange.lanes(lane_rows)
-        sums = [everyone[at].split_with_sizes(own)[spec.rank] for at in exchange.owner_positions]
-        return sum_partials(sums).to(spec.dtype)
+        return [everyone[at].split_with_sizes(own)[spec.rank] for at in exchange.owner_positions]
 
 
 ENTRY = DispatchEntry(

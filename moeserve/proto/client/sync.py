@@ -112,6 +112,9 @@ class MoeClient:
     def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
         """A tensor in shared memory of a lane, to fill and pass as `hidden`, or to pass as `output`.
 
+        The lane's rank writes the answer there itself. After a call that failed, by its deadline for example,
+        its step may still be under way and write there, until the next call with this output is answered.
+
         Raises MoeError where the lane cannot share memory with this process.
         """
         clock = self._core.clock(None)

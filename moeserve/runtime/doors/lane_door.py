@@ -235,7 +235,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         the host has to copy them first as their region is not registered.
         """
         region = request.hidden.region
-        copied = region.size >= AHEAD_BYTES and not self._regions.registered(region.name)
+        copied = region.size >= AHEAD_BYTES and not self._regions.reached(region.name)
         return copied or self._reader.heavy(request)
 
     def begin(
@@ -285,7 +285,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             asked.close()
 
         def answer(call: LaneCall) -> None:
-            if asked.copied_bytes < ASIDE_BYTES or not self._lane.in_flight:
+            copied = 0 if call.in_place else asked.request.hidden.nbytes
+            if copied < ASIDE_BYTES or not self._lane.in_flight:
                 reply(call)
             else:  # other callers' answers do not wait until it is copied
                 self._aside.submit(reply, call)

@@ -48,12 +48,6 @@ class CheckedRequest:
         """Makes the same reply, a large inline answer beside its message."""
         return self.request.reply_beside(_as(self.request.hidden.dtype, answer), *stamp)
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that the host copies to make the reply; 0 where the device writes the answer in its place."""
-        in_place = self.batch.lent is not None and self.batch.lent.home is not None
-        return 0 if in_place else self.request.hidden.nbytes
-
     def close(self) -> None:
         """Lets go of the caller's memory, once no device touches it any more."""
         if self.batch.lent is None:
@@ -108,7 +102,7 @@ class RequestReader:
             opened.close()
             raise
         shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
-        in_place = opened.registered and hidden.data_ptr() == opened.hidden.data_ptr()
+        in_place = opened.reached and hidden.data_ptr() == opened.hidden.data_ptr()
         lent = Lent(CallerMemory(opened.close), in_place, opened.home)
         return CheckedRequest(
             LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version, lent),

@@ -173,7 +173,8 @@ class _RankProcess:
         limits = RegionLimits(
             max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions
         )
-        self._regions = Regions(limits, registrar_of(device, config.server.registered_bytes))
+        registrar = registrar_of(device, config.server.registered_bytes)
+        self._regions = Regions(limits, registrar, on_device=device == "cpu")
         lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
         lane.hold_seconds = config.members.hold_seconds
         lane.transfers = transfers_of(device, served.lane_nbytes)

@@ -200,6 +200,7 @@ class Rank:
         number: int | None = None,
         *,
         lent: bool = False,
+        place: Tensor | None = None,
     ) -> tuple[Tensor, Phases]:
         """Runs one layer's step; collective over the members that take part: owners, and lanes with rows.
 
@@ -210,9 +211,10 @@ class Rank:
         has no part in it returns at once.
 
         Returns the mixed expert output `[T, H]` of the served dtype, and what the step took. lent: the output
-        may lie in memory that the next step writes to; without it, it is a tensor of its own. Raises
-        ValueError for logits as `Gate.route` does, before the others are met, and for a number that does not
-        rise.
+        may lie in memory that the next step writes to; without it, it is a tensor of its own. place: `[T, H]`
+        of the served dtype on the device, where a step that is no graph writes the output; on a CPU none is.
+        Raises ValueError for logits as `Gate.route` does, before the others are met, and for a number that
+        does not rise.
         """
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
@@ -232,7 +234,7 @@ class Rank:
         if self._recordable(layer, fullest):
             answer, made = self._runner.replay(launch, rows, lent=lent)
         else:
-            answer, made = self._runner.launch(launch, rows.to(self.device))
+            answer, made = self._runner.launch(launch, rows.to(self.device), place)
         self.progress.enter(Phase.DEVICE)
         if self.device != "cpu" and made.counts is not None:
             self._rows.take(self._position[layer], made.counts)

@@ -163,10 +163,11 @@ class StepRunner:
         phases = Phases(0.0, seconds, 0.0, -1, *bytes_sent, sent.dispatcher, timed=False, on_device=on_device)
         return Made(phases, recorded.counts)
 
-    def launch(self, launch: Launch, rows: LaneRows) -> tuple[Tensor, Made]:
+    def launch(self, launch: Launch, rows: LaneRows, place: Tensor | None = None) -> tuple[Tensor, Made]:
         """One step, phase by phase; rows are metered as of a step with the fullest lane of `launch`.
 
         `rows` are on the device. Where they bring logits, `gate` has been asked for the layer's before.
+        place: `[T, H]` where the answer is wanted, and returned from.
         """
         layer, lane_rows, addressing = launch.layer, launch.lane_rows, launch.addressing
         dispatcher, lap = self._dispatchers[layer], _stopwatch()
@@ -188,7 +189,10 @@ class StepRunner:
         computed = lap()
         mark()
         self._progress.enter(Phase.COMBINE)
-        answer = dispatcher.combine(outputs, arrived.ticket)
+        if place is None:
+            answer = dispatcher.combine(outputs, arrived.ticket)
+        else:
+            answer = dispatcher.combine_into(outputs, arrived.ticket, place)
         combined = lap()
         mark()
         expert_rows = int(arrived.batch.counts.sum()) if self._device == "cpu" else -1

@@ -97,11 +97,11 @@ class Running:
         self.on_done()
         self.said.put(message)
 
-    def submit(self, number: int, rows: int = 2) -> LaneCall:
+    def submit(self, number: int, rows: int = 2, *, in_place: bool = True) -> LaneCall:
         """One caller's rows."""
         hidden = torch.full((rows, H), float(number))
         memory = CallerMemory(lambda: self.given_back.append(number))
-        lent = Lent(memory, True, torch.zeros(rows, H))
+        lent = Lent(memory, True, torch.zeros(rows, H) if in_place else None)
         ids, weights = torch.zeros(rows, K, dtype=torch.int32), torch.ones(rows, K)
         return self.lane.submit(LaneBatch(0, hidden, ids, weights, lent=lent), lambda call: memory.done())
 
@@ -151,9 +151,11 @@ def test_a_caller_who_is_alone_is_answered_by_the_thread_of_the_steps(running: R
     assert [record.number for record in running.records] == list(range(1, APART_STEPS + 3))
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_the_head_is_told_before_a_large_answer_is_given_out(
-    running: Running, large: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("large", "in_place", "told_first"), [(False, False, False), (True, False, True), (True, True, False)]
+)
+def test_the_head_is_told_before_a_large_answer_is_copied(
+    running: Running, large: bool, in_place: bool, told_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is given it may copy it, and the next step waits for the word."""
     monkeypatch.setattr(steps_room, "LARGE_BYTES", 2 * H * 4 if large else 2 * H * 4 + 1)
@@ -161,10 +163,11 @@ def test_the_head_is_told_before_a_large_answer_is_given_out(
     running.on_done = lambda: order.append("told")
     running.given_back = Noted(order)
     running.engines.passed = True
-    call = running.call(1)
-    assert call.wait(SECONDS)
+    call = running.submit(1, in_place=in_place)
+    running.step(1, [call])
+    assert call.wait(SECONDS) and call.in_place == in_place
     running.steps.drain()
-    assert order == (["told", "answered"] if large else ["answered", "told"])
+    assert order == (["told", "answered"] if told_first else ["answered", "told"])
 
 
 class Noted(list[int]):

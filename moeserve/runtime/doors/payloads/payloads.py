@@ -42,7 +42,7 @@ class _Placed:
     spec: Spec
     hidden: Lent
     room: Room
-    home: Tensor | None  # the place of the answer, where the device's engines may write it
+    home: Tensor | None  # the place of the answer, where the device may write it
 
 
 class OpenRequest:
@@ -51,12 +51,12 @@ class OpenRequest:
     hidden: [T, H], may be the caller's own memory: read only. Either experts [T, K] (int32 or int64) and
     weights [T, K] (fp32, bf16 or fp16), or logits [T, E], are set; these are copies, which the caller cannot
     change after they are checked. home is the place of the answer `[T, H]`, of the request's dtype, where the
-    device's engines may write it there.
+    device may write it there.
     """
 
     def __init__(self, placed: _Placed, held: Closes) -> None:
         self.hidden = placed.hidden.tensor
-        self.registered = placed.hidden.registered  # they lie where the device's engines may read them
+        self.reached = placed.hidden.reached  # they lie where the device may read them
         self.experts: Tensor | None = None
         self.weights: Tensor | None = None
         self.logits: Tensor | None = None
@@ -161,7 +161,7 @@ class Payloads:
                 hidden = Lent(as_torch(data, spec, "hidden"), nothing_to_close)
             _check_apart(request.hidden.region, request.output)
             room = self._room(held, request, spec)
-            return _Placed(spec, hidden, room, room.registered), held.pop_all()
+            return _Placed(spec, hidden, room, room.reached), held.pop_all()
 
     def _choice(self, choice: moe_pb2.Choice, hidden: Spec) -> tuple[Tensor, Tensor]:
         experts = self._copy(choice.ids, "choice.ids", INTEGERS, hidden)

@@ -71,8 +71,14 @@ class _Region:
     holds: int = 0
     released: bool = False
     registration: Registration | None = None  # with the device; a region by name has none
+    on_device: bool = False  # the device is this host, and the memory stays as large as it is
     views: dict[ViewsKey, tuple["_Region", object]] = field(default_factory=dict)  # see `Regions.remember`
     viewed_with: dict[str, "_Region"] = field(default_factory=dict)  # those whose `views` name this one
+
+    @property
+    def reached(self) -> bool:
+        """Whether the device reads and writes the memory in place."""
+        return self.on_device or self.registration is not None
 
 
 class Hold:
@@ -80,7 +86,7 @@ class Hold:
 
     def __init__(self, regions: "Regions", region: _Region, memory: memoryview) -> None:
         self.memory = memory
-        self.registered = region.registration is not None  # the device's engines may read and write it
+        self.reached = region.reached  # the device reads and writes it in place
         self._regions = regions
         self.region: _Region | None = region  # None: it is held no more
 
@@ -120,10 +126,19 @@ class Regions:
     seconds; its bytes count against the limit until no call holds it any more.
     """
 
-    def __init__(self, limits: RegionLimits | None = None, registrar: Registrar | None = None) -> None:
-        """`registrar` registers the memory of regions with this process's device; None: nothing is."""
+    def __init__(
+        self,
+        limits: RegionLimits | None = None,
+        registrar: Registrar | None = None,
+        *,
+        on_device: bool = False,
+    ) -> None:
+        """`registrar` registers the memory of regions with this process's device; None: nothing is.
+
+        on_device: the process computes on the host, which reads and writes regions in place.
+        """
         self.limits = limits or RegionLimits()
-        self._registrar = registrar
+        self._registrar, self._on_device = registrar, on_device
         self._lock = threading.Lock()
         self._regions: dict[str, _Region] = {}
         self._bytes = 0
@@ -167,7 +182,9 @@ class Regions:
             self._made += 1
             public = f"region-{self._made}"
             name = f"{public}-{secrets.token_hex(16)}"
-            self._regions[name] = _Region(name, public, memory, descriptor, maker, registration=registered)
+            self._regions[name] = _Region(
+                name, public, memory, descriptor, maker, registration=registered, on_device=self._on_device
+            )
         return name, size
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
@@ -220,11 +237,11 @@ class Regions:
             region = self._regions.get(name)
             return 0 if region is None else region.holds
 
-    def registered(self, name: str) -> bool:
-        """Whether there is a region `name` whose memory is registered with the device."""
+    def reached(self, name: str) -> bool:
+        """Whether there is a region `name` whose memory the device reads and writes in place."""
         with self._lock:
             region = self._regions.get(name)
-            return region is not None and region.registration is not None
+            return region is not None and region.reached
 
     def unhold(self, *regions: _Region) -> None:
         """Ends a hold on each; what `Hold.close` calls."""

@@ -22,7 +22,7 @@ class SharedMemory:
         place = message.region
         hold = self._regions.hold(place.name, place.offset, place.size, field=field)
         try:
-            return Lent(_view(hold, spec, field), hold.close, hold.registered, hold)
+            return Lent(_view(hold, spec, field), hold.close, hold.reached, hold)
         except BaseException:
             hold.close()
             raise
@@ -49,7 +49,7 @@ class SharedMemory:
             describe_into(message, spec)
             message.region.CopyFrom(place)
 
-        return Room(put, hold.close, registered=there if hold.registered else None, hold=hold)
+        return Room(put, hold.close, reached=there if hold.reached else None, hold=hold)
 
 
 def _view(hold: Hold, spec: Spec, field: str) -> Tensor:

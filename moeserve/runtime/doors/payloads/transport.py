@@ -17,7 +17,7 @@ class Lent:
 
     tensor: Tensor
     close: Callable[[], None]
-    registered: bool = False  # with the device, whose engines may read it there
+    reached: bool = False  # by the device, which may read it there
     hold: Hold | None = None  # on the region that it lies in
 
 
@@ -32,7 +32,7 @@ class Room:
     put: Callable[[Tensor, moe_pb2.Tensor], None]
     close: Callable[[], None]
     inline: bool = False  # the place is the message itself
-    registered: Tensor | None = None  # the place itself, where the device's engines may write into it
+    reached: Tensor | None = None  # the place itself, where the device may write into it
     hold: Hold | None = None  # on the region that it is in
 
 

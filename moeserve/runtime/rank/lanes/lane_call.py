@@ -106,6 +106,14 @@ class LaneCall:
             self._waiter = waiter = threading.Event()
         return waiter.wait(None if math.isinf(seconds) else max(0.0, seconds))
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the whole answer lies where it is wanted."""
+        home = self.home
+        if home is None:
+            return False
+        return all(job.output is not None and lies_in(job.output, home) for job in self.jobs)
+
     def result(self) -> tuple[Tensor, Stamp]:
         """The answer `[T, H]` and the oldest of its parts' stamps. Raises what the call failed with.
 

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from moeserve.runtime.control.stream import Message, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
@@ -20,6 +23,7 @@ from moeserve.runtime.step import (
     Header,
     Job,
     LaneInput,
+    Lent,
     Phases,
     Stamp,
     StepRecord,
@@ -146,7 +150,13 @@ class MemberSteps:
             top_k = rank.plans[header.layer].problem.top_k
             empty = empty_input(served.checkpoint.hidden, top_k, served.dtype)
             rows = LaneInput.gather(header, [job for _, job in parts], empty)
-            answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number)
+            taken = _in_place(parts, served.dtype)
+            try:
+                place = None if taken is None else taken.home
+                answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number, place=place)
+            finally:
+                if taken is not None:
+                    taken.memory.done()
             return InFlight.there(on_host(answer), parts), phases
         flight: InFlight | None = None
         try:
@@ -188,8 +198,7 @@ class MemberSteps:
             launched.flight.release()
         self._rank.progress.end(header.number)
         # a large answer may be copied by this thread: the next step's header need not wait for it
-        large = sum(one.nbytes for one in launched.flight.outputs if one is not None) >= LARGE_BYTES
-        told = large and self._done(launched)
+        told = _bytes_to_copy(launched) >= LARGE_BYTES and self._done(launched)
         for output, (_, job) in zip(launched.flight.outputs, launched.parts, strict=True):
             if job is not None and output is not None:
                 job.finish(output, launched.stamp)
@@ -309,6 +318,30 @@ class MemberSteps:
             found = "none" if epoch is None else str(epoch.number)
             raise RuntimeError(f"step {header.number} is of epoch {header.epoch}; this rank holds {found}")
         return epoch.version(self._rank.served.layers.index(header.layer))
+
+
+def _in_place(parts: Parts, dtype: torch.dtype) -> Lent | None:
+    """The memory of a step's only caller, where the step may write the answer; `done` has to follow."""
+    if len(parts) != 1:
+        return None
+    _, job = parts[0]
+    lent = None if job is None else job.lent
+    if lent is None or lent.home is None or lent.home.dtype != dtype or not lent.memory.use():
+        return None
+    return lent
+
+
+def _bytes_to_copy(launched: _Launched) -> int:
+    """Bytes of a step's answers that do not lie where their callers want them yet."""
+    answers = zip(launched.flight.outputs, launched.parts, strict=True)
+    return sum(
+        output.nbytes for output, (_, job) in answers if output is not None and not _placed(job, output)
+    )
+
+
+def _placed(job: Job | None, output: Tensor) -> bool:
+    home = None if job is None or job.lent is None else job.lent.home
+    return home is not None and output.data_ptr() == home.data_ptr()
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:
