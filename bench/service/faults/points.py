@@ -48,8 +48,8 @@ HEAD = ("moeserve.runtime.launch.head_process", "HeadProcess", "__init__")
 
 STEPS = "steps"  # the file to which a head writes each step's end (`time.time`) and seconds, where it exists
 
-INSIDE = {"in dispatch": "dispatch", "in combine": "combine"}
-"""Points by name: the dispatcher's method; it happens before the first collective in it."""
+INSIDE = {"in dispatch": ("dispatch",), "in combine": ("combine", "combine_into")}
+"""Points by name: the dispatcher's methods; it happens before the first collective in one of them."""
 
 POINTS = (*ENTERED, *INSIDE)
 ACTIONS = ("stop", "kill", "hang", "hold")
@@ -208,7 +208,7 @@ class _Dispatcher:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
-        points = [point for point, method in INSIDE.items() if method == name]
+        points = [point for point, methods in INSIDE.items() if name in methods]
         if not points:
             return found
 
