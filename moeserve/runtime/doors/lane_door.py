@@ -285,7 +285,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             asked.close()
 
         def answer(call: LaneCall) -> None:
-            copied = 0 if call.in_place else asked.request.hidden.nbytes
+            copied = 0 if call.in_place or call.error is not None else asked.request.hidden.nbytes
             if copied < ASIDE_BYTES or not self._lane.in_flight:
                 reply(call)
             else:  # other callers' answers do not wait until it is copied
