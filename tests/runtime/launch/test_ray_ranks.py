@@ -114,25 +114,3 @@ def test_the_thread_looks_at_once_when_the_head_gives_a_process_up_and_often_unt
         actors._ended.set()
         actors._news.set()
         actors._watching.join(SECONDS)
-
-
-def test_a_rank_is_on_its_way_until_it_has_joined_or_takes_too_long(
-    actors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(ray_ranks.time, "monotonic", lambda: now[0])
-    heir = placed(7, "host a")
-    heir.since = 99.0
-    actors._actors = {0: heir, 1: None}
-    seat = SimpleNamespace(pid=6, generation=3)
-    actors._head.seats = lambda: {0: seat}
-    actors._note_joined()
-    assert actors._some_begin, "the seat is still of the process before it"
-    seat.pid, seat.generation = 7, 0
-    actors._note_joined()
-    assert actors._some_begin, "it has come, and is in no generation yet"
-    seat.generation = 4
-    actors._note_joined()
-    assert not actors._some_begin
-    heir.joined, heir.since = False, now[0] - SECONDS
-    assert not actors._some_begin, "others may need a spare meanwhile"

@@ -133,15 +133,3 @@ def test_all_of_them_end_with_the_service_and_none_of_a_dead_node_is_asked_for()
     made.spares.lose_node("node 0")
     made.spares.stop()
     assert made.killed == [(made.actors[1], made.actors[1].at)] and made.spares.pids() == []
-
-
-def test_none_is_made_while_a_rank_is_on_its_way_and_those_made_become_warm() -> None:
-    made = Made(2)
-    made.spares.keep(more=False)
-    assert made.actors == []
-    made.spares.keep()
-    made.actors[0].ready = True
-    made.spares.keep(more=False)
-    assert made.spares.pids() == [100] and len(made.actors) == 1
-    made.spares.keep()
-    assert len(made.actors) == 2

@@ -53,7 +53,6 @@ class _Actor:
     condemned: str = ""  # why it is killed
     killed_at: float = -math.inf
     gone: bool = False
-    joined: bool = False  # a generation
 
 
 class RankActors:
@@ -183,13 +182,6 @@ class RankActors:
             one is not None and one.killed_at > since and not one.gone for one in self._actors.values()
         )
 
-    @property
-    def _some_begin(self) -> bool:
-        """Whether a rank was started and is on its way into the group, for which it has some time."""
-        since = time.monotonic() - self._config.cluster.begin_seconds
-        begun = [one for one in self._actors.values() if one is not None and not one.joined]
-        return any(one.since > since for one in begun)
-
     def _look(self) -> None:
         """Takes what actors and watches have answered, and does what follows from it."""
         self._note_joined()
@@ -210,7 +202,7 @@ class RankActors:
         self._start_due()
         self._tell_living()
         if self._head.state()[0] == "serving" and not self._stopping.is_set():
-            self._spares.keep(more=not self._some_begin)
+            self._spares.keep()
 
     def _start_due(self) -> None:
         """Starts ranks that have ended and whose pause is over, in a spare where one is near."""
@@ -284,7 +276,6 @@ class RankActors:
             actor = self._actors.get(rank)
             if actor is not None and seat.generation and seat.pid == actor.pid:
                 self._restarts.joined(rank)
-                actor.joined = True
 
     def _take_place(self, rank: int, actor: _Actor) -> None:
         """Starts the rank of an actor that Ray has placed; one that it does not place is created anew."""

@@ -53,20 +53,16 @@ class Spares:
         places = [spare.place for spare in self._spares if spare.place is not None]
         return [place.pid for place in places if not node or place.node == node]
 
-    def keep(self, *, more: bool = True) -> None:
+    def keep(self) -> None:
         """Notes which have become warm, ends those that do not, and creates the next one that is missing.
 
-        One at a time, and none without `more`: their imports take the cores that ranks serve and load with.
+        One at a time: their imports take the cores that ranks serve with.
         """
         for spare in list(self._spares):
             if spare.place is None and (why := self._why_not(spare)):
                 log.warning("a spare is ended: %s", why)
                 self._drop(spare)
-        if (
-            more
-            and len(self._spares) < self._wanted
-            and all(spare.place is not None for spare in self._spares)
-        ):
+        if len(self._spares) < self._wanted and all(spare.place is not None for spare in self._spares):
             handle = self._create(self._made % self._bundles)
             self._made += 1
             now = time.monotonic()
