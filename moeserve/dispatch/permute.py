@@ -168,11 +168,10 @@ def weigh_rows(
 ) -> Tensor:
     """Weighted sum over the choices of each arrived row, in order of choice: `[R, H]`, rounded to `dtype`.
 
-    place: `[R, H]` of `dtype`, where the sums are written instead of memory of their own.
-
     `outputs [capacity, H]` as the kernel made them; rows that no slot owns enter no sum, even NaN. A row
-    with no choice here is zero. Sums are float32, and nothing is added by atomics: the bits repeat. Raises
-    ValueError for another row count.
+    with no choice here is zero. Sums are float32, and nothing is added by atomics: the bits repeat.
+    place: `[R, H]` of `dtype`, where they are written instead of memory of their own. Raises ValueError for
+    another row count.
     """
     if outputs.shape[0] != homes.capacity:
         raise ValueError(f"outputs have {outputs.shape[0]} rows; the dispatched batch has {homes.capacity}")

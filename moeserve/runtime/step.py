@@ -85,7 +85,7 @@ NOT_YET = Stamp(0, 0)
 
 class CallerMemory:
     """Memory that a caller lent to its call. It is given back when the call has ended and no copy by the
-    device's own engines (DMA) can touch it any more. Safe from any thread.
+    device's own engines (DMA), and no step on a CPU, can touch it any more. Safe from any thread.
 
     close: gives it back; called once, by whoever was the last to use it.
     """
@@ -121,10 +121,11 @@ class Lent:
     memory: CallerMemory
     rows: bool = False  # the hidden states lie in such memory
     home: Tensor | None = None  # [T, H] of the caller's dtype, in such memory: where the answer is wanted
+    whole: bool = True  # it is the call's, not that of one of its parts
 
     def part(self, rows: slice) -> Lent:
         """The same for some of the rows."""
-        return Lent(self.memory, self.rows, None if self.home is None else self.home[rows])
+        return Lent(self.memory, self.rows, None if self.home is None else self.home[rows], whole=False)
 
 
 class Moment(Protocol):

@@ -358,3 +358,24 @@ def test_a_large_answer_is_copied_aside_where_another_call_waits(another: bool) 
         assert len(threads) == 1 and threads[0].startswith("aside") == another
     finally:
         regions.close()
+
+
+def test_a_large_call_that_fails_waits_behind_no_copy() -> None:
+    """There is nothing to copy, and its lease's next packet is refused until it has ended."""
+    rows, regions, go = ASIDE_BYTES // (4 * HIDDEN), Regions(on_device=True), threading.Event()
+    try:
+        ranked = Ranked(regions, capacity=rows)
+        name, _ = regions.create(2 * ASIDE_BYTES)
+        columns = torch.ones(1, HIDDEN), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
+        ranked.lane.submit(LaneBatch(0, *columns))  # another call waits
+        for _ in range(ASIDE_THREADS):
+            ranked.door._aside.submit(go.wait, 5)  # others' answers are copied
+        replies: list[bytes] = []
+        packet = ranked.named(rows, name).SerializeToString()
+        ranked.door.take_packet(packet, replies.append)
+        ranked.door.take_packet(packet, replies.append)  # its caller has left the one before
+        (told,) = replied(replies, 1)
+        assert told.error.reason == "caller_left" and len(ranked.announced) == 3
+    finally:
+        go.set()
+        regions.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch, LaneCall
+from moeserve.runtime.rank.member import steps as steps_room
 from moeserve.runtime.rank.member.steps import MemberSteps
 from moeserve.runtime.step import CallerMemory, Header, Lent, Phases
 
@@ -63,7 +64,8 @@ class Running:
         self.lane.open()
         self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         rank: Any = self.rank
-        self.steps = MemberSteps(rank, self.lane, self.said.put, lambda record: None)
+        self.on_done: Callable[[], None] = lambda: None
+        self.steps = MemberSteps(rank, self.lane, self._done, lambda record: None)
         self.closed = 0
 
     def submit(self, rows: int, home: Tensor | None) -> LaneCall:
@@ -77,6 +79,10 @@ class Running:
 
     def _close(self) -> None:
         self.closed += 1
+
+    def _done(self, message: dict[str, Any]) -> None:
+        self.on_done()
+        self.said.put(message)
 
     def step(self, *calls: LaneCall) -> None:
         """One step for all jobs of these calls."""
@@ -145,14 +151,18 @@ def test_a_step_that_fails_gives_the_memory_back(running: Running) -> None:
     assert not call.in_place, "it has no answer"
 
 
-def test_parts_of_a_large_call_lie_in_one_place(running: Running) -> None:
+def test_parts_of_a_large_call_lie_in_one_place(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     home = torch.zeros(40, H)
     call = running.submit(40, home)
     assert len(call.jobs) == 3
+    order = list[str]()
+    monkeypatch.setattr(steps_room, "LARGE_BYTES", 8 * H * 4)
+    running.on_done = lambda: order.append("told" if not call.ended else "answered")
     for job in call.jobs:
         running.step(SimpleNamespace(jobs=[job]))  # type: ignore[arg-type]
     assert call.wait(SECONDS) and call.in_place
     assert call.result()[0] is home and torch.equal(home, torch.full((40, H), 2.0))
+    assert order == ["told"] * 3, "the last part does not know whether the others are to be copied"
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -340,8 +340,11 @@ def _bytes_to_copy(launched: _Launched) -> int:
 
 
 def _placed(job: Job | None, output: Tensor) -> bool:
-    home = None if job is None or job.lent is None else job.lent.home
-    return home is not None and output.data_ptr() == home.data_ptr()
+    """Whether who replies has nothing to copy. Of a call's part nobody knows where the others lie."""
+    lent = None if job is None else job.lent
+    if lent is None or lent.home is None or not lent.whole:
+        return False
+    return output.data_ptr() == lent.home.data_ptr()
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:
