@@ -1,11 +1,11 @@
 """Many callers for minutes, every answer compared: none may be wrong, and nothing may grow.
 
-    python -m bench.service.hop_soak [--seconds 600] [--callers 16] [--out FILE]
+    python -m bench.service.hop_soak [--seconds 600] [--callers 16] [--rows 24] [--ranks 1] [--out FILE]
 
-Two ranks serve two layers; callers in four processes call them in turn, by every way in turn: placed,
-plain, inline. The memory of head and ranks, their threads and open files are looked at after a third of the
-time, when every way was gone several times, and at the end. On a machine with two GPUs the ranks are on them,
-with large experts. Writes bench/results/hop_soak.jsonl, or FILE.
+Two ranks, or one, serve several layers; callers in four processes call them in turn, by every way in turn:
+placed, plain, inline. The memory of head and ranks, their threads and open files are looked at after a third
+of the time, when every way was gone several times, and at the end. Where every rank has a GPU, the experts
+are large. Writes bench/results/hop_soak.jsonl, or FILE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from bench.lib.held import Held
 from bench.lib.record import Result, write
-from bench.service.gpu_hop import LARGE, TINY, checkpoint_folder, config_of
+from bench.service.gpu_hop import ALONE, LARGE, TINY, checkpoint_folder, config_of
 from bench.service.hops.callers import KINDS, Called, Callers, Load
 from bench.service.hops.sizes import Sizes, write_checkpoint
 from moeserve.proto.client import MoeClient
@@ -64,14 +64,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of calling; 600 by default")
     parser.add_argument("--callers", type=int, default=16, help="at the same time; 16 by default")
     parser.add_argument("--rows", type=int, default=24, help="of a call; 24 by default")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="2 by default")
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
-    args.gpus, args.dispatcher, args.graph_rows = (
-        torch.cuda.device_count() >= 2,
-        "auto",
-        Config().step.graph_rows,
-    )
-    sizes: Sizes = LARGE if args.gpus else TINY
+    defaults = Config()
+    args.dispatcher, args.graph_rows = "auto", defaults.step.graph_rows
+    args.spin = defaults.cluster.spin_seconds
+    args.gpus = torch.cuda.device_count() >= args.ranks
+    sizes: Sizes = TINY if not args.gpus else LARGE if args.ranks == 2 else ALONE
     tune_process()
     total, first = Called(), dict[str, Held]()
     with checkpoint_folder(sizes) as folder:
@@ -82,11 +82,11 @@ def main() -> None:
             Callers(cluster.address, sizes, PROCESSES) as callers,
         ):
             client.model()
-            pids = {"head": os.getpid(), "rank 0": cluster.pid(0), "rank 1": cluster.pid(1)}
+            pids = {"head": os.getpid()} | {f"rank {rank}": cluster.pid(rank) for rank in range(args.ranks)}
             begun, at = time.monotonic(), 0
             while (spent := time.monotonic() - begun) < args.seconds:
                 seconds = min(ROUND_SECONDS, args.seconds / (4 * WARM_ROUNDS))
-                load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, 2, seconds)
+                load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, args.ranks, seconds)
                 total, at = total.plus(callers.run(load, args.callers)), at + 1
                 if not first and at >= WARM_ROUNDS and spent > args.seconds / 3:
                     first = looks(pids)
@@ -100,7 +100,8 @@ def main() -> None:
     more = [f"{name}: {text}" for name in pids for text in grown(first[name], last[name])]
     held = {f"{name} MiB": float(last[name].nbytes >> 20) for name in pids}
     held |= {f"{name} MiB after a third": float(first[name].nbytes >> 20) for name in pids}
-    case = f"{args.callers} callers of {args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
+    group = "one rank, " if args.ranks == 1 else ""
+    case = f"{group}{args.callers} callers of {args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
     bad = total.wrong + len(total.failed) + len(more)
     held |= {"calls": float(len(total.seconds)), "failed": float(len(total.failed))}
     held |= {"wrong": float(total.wrong)}
