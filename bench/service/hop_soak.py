@@ -101,7 +101,8 @@ def main() -> None:
     held = {f"{name} MiB": float(last[name].nbytes >> 20) for name in pids}
     held |= {f"{name} MiB after a third": float(first[name].nbytes >> 20) for name in pids}
     group = "one rank, " if args.ranks == 1 else ""
-    case = f"{group}{args.callers} callers of {args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
+    brought = f"{args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
+    case = f"{group}{args.callers} callers of {brought}"
     bad = total.wrong + len(total.failed) + len(more)
     held |= {"calls": float(len(total.seconds)), "failed": float(len(total.failed))}
     held |= {"wrong": float(total.wrong)}
