@@ -25,12 +25,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -43,6 +40,7 @@ from bench.service.hops.callers import Callers, Load
 from bench.service.hops.echo_server import METHOD, OPTIONS
 from bench.service.hops.in_process import InProcess
 from bench.service.hops.phases import Phases
+from bench.service.hops.service import DEFAULTS, checkpoint_folder, config_of, group_of, on_gpus, sizes_of
 from bench.service.hops.sizes import Experts, Sizes, write_checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.config import Config
@@ -54,11 +52,6 @@ CALLS = 2000
 PROCESSES = 8
 ERROR_BOUND = 6e-2  # of an answer against float32 with rows that are not rounded
 PARTS = ("truth", "alone", "callers", "layers")
-LARGE, ALONE, TINY = (
-    Sizes(7168, 2048, 128, 8, 4),
-    Sizes(7168, 2048, 64, 8, 4),
-    Sizes(256, 128, 16, 2, 2),
-)
 
 
 class Clock:
@@ -100,33 +93,6 @@ class Told:
 def p(seconds: list[float], percent: float) -> float:
     """A percentile in milliseconds."""
     return float(np.percentile(seconds, percent)) * 1e3
-
-
-def config_of(folder: Path, args: argparse.Namespace) -> Config:
-    """The service's configuration, and that of the ranks in process."""
-    return Config().with_values(
-        {
-            "model.checkpoint": str(folder),
-            "parallel.data_parallel_size": args.ranks,
-            "parallel.enable_expert_parallel": args.ranks > 1,
-            "plan.device": "cuda" if args.gpus else "cpu",
-            "plan.all2all_backend": args.dispatcher,
-            "step.graph_rows": args.graph_rows,
-            "cluster.spin_seconds": args.spin,
-            "server.port": 0,
-            "server.metrics_port": 0,
-        }
-    )
-
-
-@contextmanager
-def checkpoint_folder(sizes: Sizes) -> Iterator[Path]:
-    """A folder with room for the checkpoint, in memory where that is large enough."""
-    needed = 3 * sizes.hidden * sizes.inner * sizes.experts * sizes.layers * 1.2
-    shared = Path("/dev/shm")
-    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * needed
-    with tempfile.TemporaryDirectory(dir=shared if roomy else None) as folder:
-        yield Path(folder)
 
 
 def in_process(
@@ -359,7 +325,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=240.0, help="of the whole run, about; 240 by default"
     )
-    parser.add_argument("--graph-rows", type=int, default=Config().step.graph_rows, help="step.graph_rows")
+    parser.add_argument("--graph-rows", type=int, default=DEFAULTS.step.graph_rows, help="step.graph_rows")
     parser.add_argument("--dispatcher", default="auto", help="by name; auto: by measured cost")
     parser.add_argument(
         "--parts", default=",".join(PARTS), help="which of truth, alone, callers, layers; all by default"
@@ -367,7 +333,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--spin",
         type=float,
-        default=Config().cluster.spin_seconds,
+        default=DEFAULTS.cluster.spin_seconds,
         help="seconds that readers of rings look before they sleep; cluster.spin_seconds",
     )
     parser.add_argument(
@@ -381,8 +347,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="of the service")
     parser.add_argument("--out", type=Path, help="where results go; by default into the record")
     args = parser.parse_args()
-    args.gpus = torch.cuda.device_count() >= args.ranks
-    args.sizes = TINY if not args.gpus else LARGE if args.ranks == 2 else ALONE
+    args.gpus, args.sizes = on_gpus(args.ranks), sizes_of(args.ranks)
     args.rows = tuple(args.rows or (ROWS if args.gpus else (1, 16, 128)))
     args.callers = ((16, 16), (16, 256), (64, 16), (64, 256)) if args.gpus else ((4, 4), (8, 16))
     args.loop_rows = (1, 16, 128) if args.gpus else (4,)
@@ -393,14 +358,16 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs what was asked for, prints it and writes the record."""
     args = arguments()
-    told = Told("one rank, " if args.ranks == 1 else "")
+    told = Told(group_of(args.ranks))
     clock = Clock(args.seconds)
     sizes: Sizes = args.sizes
     tune_process()  # the head lives in this process
     with checkpoint_folder(sizes) as folder:
         write_checkpoint(folder, sizes)
         print(json.dumps({"checkpoint": str(folder), "left": round(clock.left(), 1)}), flush=True)
-        config = config_of(folder, args)
+        config = config_of(
+            folder, args.ranks, dispatcher=args.dispatcher, graph_rows=args.graph_rows, spin=args.spin
+        )
         base = in_process(config, args, clock, told)
         if args.parts:
             over_the_service(config, base, args, clock, told)

@@ -5,7 +5,7 @@
 Two ranks, or one, serve several layers; callers in four processes call them in turn, by every way in turn:
 placed, plain, inline. The memory of head and ranks, their threads and open files are looked at after a third
 of the time, when every way was gone several times, and at the end. Where every rank has a GPU, the experts
-are large. Writes bench/results/hop_soak.jsonl, or FILE.
+are large, and the memory in use on the GPUs is looked at too. Writes bench/results/hop_soak.jsonl, or FILE.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import torch
 
 from bench.lib.held import Held
 from bench.lib.record import Result, write
-from bench.service.gpu_hop import ALONE, LARGE, TINY, checkpoint_folder, config_of
 from bench.service.hops.callers import KINDS, Called, Callers, Load
-from bench.service.hops.sizes import Sizes, write_checkpoint
+from bench.service.hops.service import checkpoint_folder, config_of, group_of, on_gpus, sizes_of
+from bench.service.hops.sizes import write_checkpoint
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import tune_process
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -36,6 +35,7 @@ MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so
 SLACK_BYTES = 64 << 20
 MOST_THREADS_MORE = 8  # pools grow to their size with the first large calls
 MOST_FILES_MORE = 8
+MOST_GPU_MIB_MORE = 64  # a graph that was not recorded before the first look, at most
 
 
 def grown(before: Held, now: Held) -> list[str]:
@@ -48,6 +48,14 @@ def grown(before: Held, now: Held) -> list[str]:
     if now.descriptors > before.descriptors + MOST_FILES_MORE:
         found.append(f"open files from {before.descriptors} to {now.descriptors}")
     return found
+
+
+def used_on_gpus(ranks: int) -> dict[str, int]:
+    """MiB in use on each rank's GPU, by whichever process; empty where ranks have none."""
+    if not on_gpus(ranks):
+        return {}
+    free_and_total = {f"GPU {at}": torch.cuda.mem_get_info(at) for at in range(ranks)}
+    return {name: (total - free) >> 20 for name, (free, total) in free_and_total.items()}
 
 
 def looks(pids: dict[str, int]) -> dict[str, Held]:
@@ -67,17 +75,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="2 by default")
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
-    defaults = Config()
-    args.dispatcher, args.graph_rows = "auto", defaults.step.graph_rows
-    args.spin = defaults.cluster.spin_seconds
-    args.gpus = torch.cuda.device_count() >= args.ranks
-    sizes: Sizes = TINY if not args.gpus else LARGE if args.ranks == 2 else ALONE
+    sizes = sizes_of(args.ranks)
     tune_process()
-    total, first = Called(), dict[str, Held]()
+    total, first, first_on_gpus = Called(), dict[str, Held](), dict[str, int]()
     with checkpoint_folder(sizes) as folder:
         write_checkpoint(folder, sizes)
         with (
-            LocalCluster(config_of(folder, args)) as cluster,
+            LocalCluster(config_of(folder, args.ranks)) as cluster,
             MoeClient(cluster.address, timeout=120) as client,
             Callers(cluster.address, sizes, PROCESSES) as callers,
         ):
@@ -89,20 +93,26 @@ def main() -> None:
                 load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, args.ranks, seconds)
                 total, at = total.plus(callers.run(load, args.callers)), at + 1
                 if not first and at >= WARM_ROUNDS and spent > args.seconds / 3:
-                    first = looks(pids)
+                    first, first_on_gpus = looks(pids), used_on_gpus(args.ranks)
                 told = {"seconds": round(spent), "calls": len(total.seconds), "wrong": total.wrong}
                 print(json.dumps(told), flush=True)
-            last = looks(pids)
+            last, last_on_gpus = looks(pids), used_on_gpus(args.ranks)
     if not first:
         raise SystemExit(
             f"only {at} rounds were run, and what grows shows after {WARM_ROUNDS}; give --seconds"
         )
     more = [f"{name}: {text}" for name in pids for text in grown(first[name], last[name])]
+    more += [
+        f"{name}: from {first_on_gpus[name]} to {used} MiB"
+        for name, used in last_on_gpus.items()
+        if used > first_on_gpus[name] + MOST_GPU_MIB_MORE
+    ]
     held = {f"{name} MiB": float(last[name].nbytes >> 20) for name in pids}
     held |= {f"{name} MiB after a third": float(first[name].nbytes >> 20) for name in pids}
-    group = "one rank, " if args.ranks == 1 else ""
+    held |= {f"{name} MiB": float(used) for name, used in last_on_gpus.items()}
+    held |= {f"{name} MiB after a third": float(used) for name, used in first_on_gpus.items()}
     brought = f"{args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
-    case = f"{group}{args.callers} callers of {brought}"
+    case = f"{group_of(args.ranks)}{args.callers} callers of {brought}"
     bad = total.wrong + len(total.failed) + len(more)
     held |= {"calls": float(len(total.seconds)), "failed": float(len(total.failed))}
     held |= {"wrong": float(total.wrong)}

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from bench.lib.record import Result, write
-from bench.service.gpu_hop import checkpoint_folder
+from bench.service.hops.service import checkpoint_folder
 from bench.service.hops.sizes import Sizes, write_checkpoint
 from bench.service.passes.gpu import callers
 from bench.service.passes.gpu.clock import Clock
