@@ -4,8 +4,9 @@
 
 Two ranks, or one, serve several layers; callers in four processes call them in turn, by every way in turn:
 placed, plain, inline. The memory of head and ranks, their threads and open files are looked at after a third
-of the time, when every way was gone several times, and at the end. Where every rank has a GPU, the experts
-are large, and the memory in use on the GPUs is looked at too. Writes bench/results/hop_soak.jsonl, or FILE.
+of the time, when every way was gone several times, and at the end; a run whose --seconds are too few for that
+takes longer. Where every rank has a GPU, the experts are large, and the memory in use on the GPUs is looked
+at too. Writes bench/results/hop_soak.jsonl, or FILE.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 ROUND_SECONDS = 10.0
 WARM_ROUNDS = 2 * len(KINDS)  # clients have as many idle regions as they keep, and pools their threads
 PROCESSES = 4
+LEAST_ROUNDS = WARM_ROUNDS + len(KINDS)  # of the shortest run, on a slow machine: what grows shows after them
 SETTLE_SECONDS = 3.0
 MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so many bytes beside it
 SLACK_BYTES = 64 << 20
@@ -88,7 +90,7 @@ def main() -> None:
             client.model()
             pids = {"head": os.getpid()} | {f"rank {rank}": cluster.pid(rank) for rank in range(args.ranks)}
             begun, at = time.monotonic(), 0
-            while (spent := time.monotonic() - begun) < args.seconds:
+            while (spent := time.monotonic() - begun) < args.seconds or at < LEAST_ROUNDS or not first:
                 seconds = min(ROUND_SECONDS, args.seconds / (4 * WARM_ROUNDS))
                 load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, args.ranks, seconds)
                 total, at = total.plus(callers.run(load, args.callers)), at + 1
@@ -97,10 +99,6 @@ def main() -> None:
                 told = {"seconds": round(spent), "calls": len(total.seconds), "wrong": total.wrong}
                 print(json.dumps(told), flush=True)
             last, last_on_gpus = looks(pids), used_on_gpus(args.ranks)
-    if not first:
-        raise SystemExit(
-            f"only {at} rounds were run, and what grows shows after {WARM_ROUNDS}; give --seconds"
-        )
     more = [f"{name}: {text}" for name in pids for text in grown(first[name], last[name])]
     more += [
         f"{name}: from {first_on_gpus[name]} to {used} MiB"
