@@ -158,6 +158,10 @@ def test_a_blocks_memory_is_within_what_hopper_gives() -> None:
     assert all(plan.shared <= 227 << 10 for plan in PLANS)
 
 
+def test_a_groups_most_rows_are_whole_boxes_of_copies() -> None:
+    assert all(plan.most % prefill_codes.BOX == 0 for plan in PLANS)
+
+
 def forms(plan: CodesPlan) -> list[PrefillCodesForm]:
     return [
         PrefillCodesForm(bias=bias, fused=fused, limited=limited, out=out, plan=plan)
@@ -208,6 +212,7 @@ def test_any_rows_agree_with_the_reference(
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
     plans = prefill_codes.PLANS
+    sizes_of_groups = range(max(map(len, plans.values())))
     entry = KERNELS["cuda_w4a8" if scheme in cuda_w4a8.ENTRY.schemes else "cuda_fp4_many"]
     for bias in (False, True):
         shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
@@ -222,15 +227,15 @@ def test_any_rows_agree_with_the_reference(
         reference = TorchReference(KernelSpec(scheme, shape, torch.float32))
         answer = reference.apply(reference.prepare(weights), there)
         wanted = torch.cat(arrival.segments(answer, batch))
-        for dtype, few in itertools.product(prefill_codes.OUTS, (False, True)):
-            one = {kind: ((inf, both[0 if few else -1][1]),) for kind, both in plans.items()}
+        for dtype, size in itertools.product(prefill_codes.OUTS, sizes_of_groups):
+            one = {kind: ((inf, each[min(size, len(each) - 1)][1]),) for kind, each in plans.items()}
             monkeypatch.setattr(prefill_codes, "PLANS", one)
             spec = KernelSpec(scheme, shape, dtype)
             kernel = entry.build(spec)
             answer = kernel.apply(kernel.prepare(weights), there)
             found = torch.cat(arrival.segments(answer.float(), batch))
             bound = bound_of(entry, spec, weights, carried, wire)
-            assert float((found - wanted).norm() / wanted.norm()) <= bound, (bias, dtype, few, bound)
+            assert float((found - wanted).norm() / wanted.norm()) <= bound, (bias, dtype, size, bound)
 
 
 @pytest.mark.gpu(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 
@@ -63,7 +63,7 @@ class CodesPlan:
     span: int
     """Columns of the weights that share a scale: 16, or 32 where products are of E4M3."""
     most: int
-    """Most rows of one slot that a cluster works on at once."""
+    """Most rows of one slot that a cluster works on at once: a multiple of `BOX`."""
     x_stages: int
     w_stages: int
 
@@ -86,18 +86,26 @@ class CodesPlan:
         return self.x_stages * (x + 16) + self.w_stages * (w + 16) + 8192 + peaks
 
 
+BF16_64 = CodesPlan(eight=False, scaled=False, span=16, most=64, x_stages=12, w_stages=5)
+E4M3_64 = CodesPlan(eight=True, scaled=True, span=16, most=64, x_stages=10, w_stages=6)
+
 PLANS = {
-    **{
-        kind: (
-            (64.0, CodesPlan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5)),
-            (inf, CodesPlan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2)),
-        )
-        for kind, scaled in (("bf16", False), ("scaled", True))
-    },
+    "bf16": (
+        (64.0, BF16_64),
+        (160.0, replace(BF16_64, most=192, x_stages=6, w_stages=3)),
+        (inf, replace(BF16_64, most=256, x_stages=5, w_stages=2)),
+    ),
+    "scaled": (
+        (48.0, replace(BF16_64, scaled=True)),
+        (96.0, replace(BF16_64, scaled=True, most=128, x_stages=8, w_stages=3)),
+        (160.0, replace(BF16_64, scaled=True, most=192, x_stages=6, w_stages=2)),
+        (inf, replace(BF16_64, scaled=True, most=256, x_stages=5, w_stages=2)),
+    ),
     **{
         f"fp8_{span}": (
-            (64.0, CodesPlan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6)),
-            (inf, CodesPlan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2)),
+            (48.0, replace(E4M3_64, span=span)),
+            (96.0, replace(E4M3_64, span=span, most=128, x_stages=8, w_stages=4)),
+            (inf, replace(E4M3_64, span=span, most=192, x_stages=6, w_stages=2)),
         )
         for span in (16, 32)
     },
