@@ -31,7 +31,6 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 ROUND_SECONDS = 10.0
 WARM_ROUNDS = 2 * len(KINDS)  # clients have as many idle regions as they keep, and pools their threads
 PROCESSES = 4
-LEAST_ROUNDS = WARM_ROUNDS + len(KINDS)  # of the shortest run, on a slow machine: what grows shows after them
 SETTLE_SECONDS = 3.0
 MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so many bytes beside it
 SLACK_BYTES = 64 << 20
@@ -89,13 +88,17 @@ def main() -> None:
         ):
             client.model()
             pids = {"head": os.getpid()} | {f"rank {rank}": cluster.pid(rank) for rank in range(args.ranks)}
-            begun, at = time.monotonic(), 0
-            while (spent := time.monotonic() - begun) < args.seconds or at < LEAST_ROUNDS or not first:
+            begun, at, looked = time.monotonic(), 0, 0
+            while (
+                (spent := time.monotonic() - begun) < args.seconds
+                or not first
+                or at < looked + len(KINDS)  # every way once more between the looks, however slow
+            ):
                 seconds = min(ROUND_SECONDS, args.seconds / (4 * WARM_ROUNDS))
                 load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, args.ranks, seconds)
                 total, at = total.plus(callers.run(load, args.callers)), at + 1
                 if not first and at >= WARM_ROUNDS and spent > args.seconds / 3:
-                    first, first_on_gpus = looks(pids), used_on_gpus(args.ranks)
+                    first, first_on_gpus, looked = looks(pids), used_on_gpus(args.ranks), at
                 told = {"seconds": round(spent), "calls": len(total.seconds), "wrong": total.wrong}
                 print(json.dumps(told), flush=True)
             last, last_on_gpus = looks(pids), used_on_gpus(args.ranks)

@@ -25,6 +25,7 @@ from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
+from moeserve.runtime.rank.warm.kernels import rooms
 
 W4A8 = Scheme(MXFP4, FP8_GROUP)
 ROUNDED_W4A8 = Scheme(NVFP4_E4M3, FP8_GROUP)
@@ -158,8 +159,24 @@ def test_a_blocks_memory_is_within_what_hopper_gives() -> None:
     assert all(plan.shared <= 227 << 10 for plan in PLANS)
 
 
-def test_a_groups_most_rows_are_whole_boxes_of_copies() -> None:
-    assert all(plan.most % prefill_codes.BOX == 0 for plan in PLANS)
+@pytest.mark.parametrize("most", [176, 0])
+def test_a_group_that_copies_do_not_fill_is_refused(most: int) -> None:
+    with pytest.raises(ValueError, match=f"{most} rows: give a multiple of 64"):
+        replace(PLANS[0], most=most)
+
+
+@pytest.mark.parametrize("kind", prefill_codes.PLANS)
+def test_warming_by_doubled_rooms_meets_every_plan(kind: str) -> None:
+    """Where a slot count made it skip one, the first step of that size would wait seconds for a compiler."""
+    plans = prefill_codes.PLANS[kind]
+    wanted = [plan for _, plan in plans]
+    for slots in range(1, 257):
+        found = []
+        for room in rooms(slots * 1024):
+            counts = torch.empty(slots, dtype=torch.int32, device="meta")
+            batch = ExpertBatch(BF16.empty((room, 128), "meta"), Grouping.RAGGED, counts, counts)
+            found.append(prefill_codes.plan_for(kind, batch))
+        assert list(dict.fromkeys(found)) == wanted, slots
 
 
 def forms(plan: CodesPlan) -> list[PrefillCodesForm]:

@@ -67,6 +67,12 @@ class CodesPlan:
     x_stages: int
     w_stages: int
 
+    def __post_init__(self) -> None:
+        if self.most <= 0 or self.most % BOX:
+            raise ValueError(
+                f"a group has at most {self.most} rows: give a multiple of {BOX}, as copies have"
+            )
+
     @property
     def codes(self) -> torch.dtype:
         """The dtype in which rows are multiplied."""
@@ -92,13 +98,11 @@ E4M3_64 = CodesPlan(eight=True, scaled=True, span=16, most=64, x_stages=10, w_st
 PLANS = {
     "bf16": (
         (64.0, BF16_64),
-        (160.0, replace(BF16_64, most=192, x_stages=6, w_stages=3)),
         (inf, replace(BF16_64, most=256, x_stages=5, w_stages=2)),
     ),
     "scaled": (
         (48.0, replace(BF16_64, scaled=True)),
         (96.0, replace(BF16_64, scaled=True, most=128, x_stages=8, w_stages=3)),
-        (160.0, replace(BF16_64, scaled=True, most=192, x_stages=6, w_stages=2)),
         (inf, replace(BF16_64, scaled=True, most=256, x_stages=5, w_stages=2)),
     ),
     **{
@@ -112,7 +116,9 @@ PLANS = {
 }
 """By what rows are: the likely rows of a slot up to which a plan is the fastest on an H200, and the plan.
 
-Rows of `scaled` and of `fp8_<span>` are E4M3 codes with scales, multiplied as bf16 and as they are.
+Each range but the first and the last ends at twice where it begins, or later, so that warming by doubled
+rooms compiles every plan before a step needs it. Rows of `scaled` and of `fp8_<span>` are E4M3 codes with
+scales, multiplied as bf16 and as they are.
 """
 
 
