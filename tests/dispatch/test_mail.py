@@ -157,16 +157,22 @@ class Packed:
     def bound(self, given: Mapping[str, Argument]) -> Packed:
         return Packed(self._name, self._arguments.bound(given), self._launches)
 
-    def launch(self, grid: int, block: int, given: Mapping[str, Argument]) -> None:
+    def launch(
+        self, grid: int, block: int, given: Mapping[str, Argument], *, overlapped: bool = False
+    ) -> None:
+        assert not overlapped, "only a GPU has launches that overlap"
         assert len(bytes(self._arguments.pack(given))) == self._arguments.nbytes
         assert 1 <= grid <= MOST_BLOCKS and block <= 1024
         self._launches.append((self._name, grid))
 
 
 @pytest.mark.parametrize("logits", [False, True])
-@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (4, 4), (5, 5), (1024, MOST_BLOCKS)])
+@pytest.mark.parametrize(
+    ("rows", "blocks", "readers"),
+    [(1, 1, 1), (4, 4, 4), (5, 5, 4), (32, 32, 4), (33, 33, 33), (1024, MOST_BLOCKS, MOST_BLOCKS)],
+)
 def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
-    monkeypatch: pytest.MonkeyPatch, rows: int, blocks: int, logits: bool
+    monkeypatch: pytest.MonkeyPatch, rows: int, blocks: int, readers: int, logits: bool
 ) -> None:
     launches: list[tuple[str, int]] = []
 
@@ -185,9 +191,9 @@ def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
     owner.post(1, hidden, Living(torch.ones(5, dtype=torch.int32), 0b11101))
     owner.post(1, hidden)
     caller.fetch(1, hidden)
-    waits = [("mail_await", 1)] if blocks > FEW_BLOCKS else []
-    first, last = [("mail_bring", blocks)], [("mail_fetch", blocks)]
-    taken = [("mail_take", blocks), *[("mail_post", blocks)] * 2]
+    waits = [("mail_await", 1)] if readers > FEW_BLOCKS else []
+    first, last = [("mail_bring", blocks)], [("mail_fetch", readers)]
+    taken = [("mail_take", readers), *[("mail_post", blocks)] * 2]
     assert launches == first + waits + taken + waits + last
 
 

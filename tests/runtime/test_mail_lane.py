@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
 WORDS_ALONE = MailboxLayout.of((1, 2), (8, 4, 2), "bf16")
 LAYOUT = MailLayout(40, 2, 8, 4, 2, torch.bfloat16)
 PATIENCE = 5.0
+AHEAD = 2.0  # seconds; a test may be slow
 
 
 class Memory:
@@ -49,10 +51,12 @@ class Caller(LaneWords):
     most_rows: int = 64
     most_seconds: float = math.inf
     loaded: bool = True  # what steps need
+    retired: int = 0  # lanes whose memory is to be freed
+    ahead: float = AHEAD
 
     def __post_init__(self) -> None:
         memory = self.memory_of(self.regions, WORDS_ALONE)
-        terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append)
+        terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append, ahead=self.ahead)
         abort = torch.zeros(1, dtype=torch.int32)
         owner = OwnerLane(LAYOUT, (0, 0), abort, PATIENCE, words(torch.device("cpu")))
         self.mail = Mail(owner, Memory())  # type: ignore[arg-type]
@@ -78,6 +82,20 @@ class Caller(LaneWords):
         head = WORDS_ALONE.header(stage)
         for at, value in ((m.COUNT, count), (m.KIND, kind), (m.TAG, tag_of(self.number, step))):
             self.box[head + at] = value
+
+    def steady(self, counts: tuple[int, ...] = (5,)) -> int:
+        """Two forward passes, one right after the other, and a third that is launched; how many steps it has
+        brought then.
+        """
+        for step in (0, 2, 4):
+            for stage, count in enumerate(counts):
+                self.bring(stage, step, count)
+            assert self.look()
+            if step < 4:
+                self.lane.ran(Told(0, (step + 2,) * len(counts)), 1)
+            for stage, count in enumerate(counts):
+                self.bring(stage, step + 1, count)
+        return 6
 
     @property
     def aborted(self) -> bool:
@@ -352,3 +370,101 @@ def test_other_weights_and_lost_runs_end_a_pass_by_name(caller: Caller) -> None:
     caller.look()
     caller.lane.lost("the group forms anew")
     assert caller.ended == (Status.LOST, "lost: the group forms anew")
+
+
+# -- forward passes that are launched before their rows ------------------------------------------------------
+
+
+def test_a_forward_pass_is_launched_before_its_rows_where_they_came_at_once_before(caller: Caller) -> None:
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    first = caller.steady()
+    assert len(caller.begun) == 3 and caller.look() and not caller.look(), "one, behind the one that runs"
+    run, _ = caller.begun[3]
+    assert (run.steps, run.rows, run.kind, run.least) == (((3, 0), (5, 0)), 8, CHOICE, 5)
+    caller.lane.ran(Told(0, (first, 0)), 1)
+    assert not caller.look(), "its rows are not there, and no other is launched"
+    caller.bring(0, first)
+    assert caller.look(), "they are there: the next one"
+    assert not caller.aborted and len(caller.begun) == 5
+    assert all(run.least == 0 for run, _ in caller.begun[:3])
+
+
+def test_a_caller_that_rests_is_not_waited_for(caller: Caller) -> None:
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    first = caller.steady()
+    caller.look()
+    caller.look(9 * AHEAD)
+    assert not caller.aborted, "the one before it still runs"
+    caller.lane.ran(Told(0, (first, 0)), 1)
+    caller.look(AHEAD / 2)
+    assert not caller.aborted
+    caller.look(AHEAD * 1.5)
+    assert caller.mail.lane.abort[0] == YIELD and caller.ended is None
+    caller.lane.ran(Told(MISFIT, (first, 0)), 1)
+    assert not caller.look(AHEAD * 2) and not caller.aborted and caller.ended is None
+    caller.bring(0, first, count=2)
+    assert caller.look(AHEAD * 9)
+    run, _ = caller.begun[-1]
+    assert (run.rows, run.least, run.again) == (2, 0, True)
+    assert not caller.look(), "it has rested: its next rows are waited for first"
+
+
+def test_a_first_step_of_other_rows_is_launched_anew_for_as_many(caller: Caller) -> None:
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    first = caller.steady()
+    assert caller.look()
+    caller.lane.ran(Told(0, (first, 0)), 1)
+    caller.bring(0, first, count=1, kind=LOGITS)
+    caller.lane.ran(Told(MISFIT, (first, 0)), 1)  # as the kernel says that takes it
+    assert caller.look()
+    run, _ = caller.begun[-1]
+    assert (run.rows, run.kind, run.again, run.least) == (1, LOGITS, True, 0) and caller.ended is None
+
+
+@pytest.mark.parametrize("why", ["company", "a lane to be freed", "switched off", "not loaded"])
+def test_no_forward_pass_is_launched_before_its_rows_where_that_may_harm(caller: Caller, why: str) -> None:
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    if why == "switched off":
+        caller.lane._terms = dataclasses.replace(caller.lane._terms, ahead=0.0)
+    caller.steady()
+    caller.lane.alone = lambda: why != "company"
+    caller.retired = int(why == "a lane to be freed")
+    caller.loaded = why != "not loaded"
+    assert not caller.look() and len(caller.begun) == 3
+
+
+def test_stages_come_one_after_another_into_one_run(caller: Caller) -> None:
+    """Each has its attention first, so that the last one's rows come long after those of the first."""
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+    first = caller.steady((2, 7))
+    caller.lane.ran(Told(0, (first, first)), 1)
+    caller.bring(0, first, count=3)
+    assert caller.look() and not caller.look()
+    run, _ = caller.begun[3]
+    assert (run.steps, run.rows, run.least) == (((3, 0), (3, 1), (5, 0), (5, 1)), 8, 0)
+    assert not caller.look(AHEAD / 2) and not caller.aborted
+    caller.bring(1, first, count=7)
+    caller.look(AHEAD * 1.5)
+    assert not caller.aborted, "all are there"
+
+
+def test_a_stage_that_does_not_come_is_not_waited_for_long(caller: Caller) -> None:
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+    first = caller.steady((2, 7))
+    caller.lane.ran(Told(0, (first, first)), 1)
+    caller.bring(0, first)
+    assert caller.look()
+    caller.look(AHEAD * 1.5)
+    assert caller.mail.lane.abort[0] == YIELD
+    caller.lane.ran(Told(MISFIT, (first + 1, first)), 1)
+    caller.bring(0, first + 1)
+    assert caller.look()
+    assert caller.begun[-1][0].steps == ((5, 0),), "it goes on step by step"
+
+
+def test_a_stage_of_few_rows_does_not_make_a_run_misfit(caller: Caller) -> None:
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+    caller.steady((2, 20))
+    assert caller.look()
+    run, _ = caller.begun[-1]
+    assert (run.rows, run.least) == (32, 2), "its first step is the first stage's"

@@ -82,6 +82,7 @@ def config_of(folder: Path, load_as: str) -> Config:
 def prototype(rows: int, sizes: Sizes, owner: str, home: str, passes: int) -> list[float]:
     """A layer there and back without a step, by the same kernels but no routes: rows alone."""
     layout = MailLayout(rows, 1, sizes.hidden, sizes.experts, sizes.top_k, torch.bfloat16)
+    _see_each_other(owner, home)
     box = torch.zeros(layout.mailbox_bytes, dtype=torch.uint8, device=owner)
     answers = torch.zeros(layout.answers_bytes, dtype=torch.uint8, device=home)
     table, state = words(torch.device(home)), words(torch.device(owner))
@@ -116,6 +117,12 @@ def prototype(rows: int, sizes: Sizes, owner: str, home: str, passes: int) -> li
     if int(table[STEPS]) != DEPTH * passes or not all(map(torch.equal, outs, [one.hidden for one in given])):
         raise SystemExit(f"{rows} rows: wrong rows came back")
     return found
+
+
+def _see_each_other(one: str, other: str) -> None:
+    """Has kernels of either GPU reach the memory of the other: torch enables that with its first copy."""
+    for source, destination in ((one, other), (other, one)):
+        torch.ones(1, device=source).to(destination)
 
 
 class Run:

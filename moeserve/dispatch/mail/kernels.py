@@ -60,6 +60,8 @@ FETCH = Arguments(
     stage="int",
     count="int",
     row_words="int",
+    lines="int",
+    awaited="int",
 )
 TAKE = Arguments(
     "TakeArguments",
@@ -159,7 +161,7 @@ class CallerKernels:
     """
 
     def __init__(self, layout: MailLayout, table: Tensor) -> None:
-        self._layout = layout
+        self._layout, self._overlaps = layout, _overlaps(table.device)
         made = _program_of(layout.record, table.device)
         self._bring = made.function("mail_bring", BRING).bound({"table": table})
         self._fetch = made.function("mail_fetch", FETCH).bound({"table": table})
@@ -180,8 +182,8 @@ class CallerKernels:
         as many rows as were brought.
         """
         lines, rows = self._layout.answer(stage)
-        blocks = self._layout.blocks_of(out.shape[0])
-        if blocks > FEW_BLOCKS:
+        blocks = self._layout.readers_of(out.shape[0])
+        if awaited := blocks > FEW_BLOCKS:
             self._await.launch(1, MOST_BLOCKS, {"lines_at": lines, "stage": stage})
         self._fetch.launch(
             blocks,
@@ -193,7 +195,10 @@ class CallerKernels:
                 "stage": stage,
                 "count": out.shape[0],
                 "row_words": self._layout.row_words,
+                "lines": self._layout.blocks_of(out.shape[0]),
+                "awaited": int(awaited),
             },
+            overlapped=awaited and self._overlaps,
         )
 
 
@@ -201,7 +206,7 @@ class OwnerKernels:
     """What an owner launches on its GPU, the current device; `state` is that of the lane whose step it is."""
 
     def __init__(self, layout: MailLayout, state: Tensor) -> None:
-        self._layout = layout
+        self._layout, self._overlaps = layout, _overlaps(state.device)
         made = _program_of(layout.record, state.device)
         self._take = made.function("mail_take", TAKE).bound({"state": state})
         self._post = made.function("mail_post", POST).bound({"state": state})
@@ -212,12 +217,13 @@ class OwnerKernels:
         `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
         """
         layout, padded = self._layout, room.hidden.shape[0]
-        rows, blocks = _rows(layout, (stage, layer), room), layout.blocks_of(padded)
+        rows, blocks = _rows(layout, (stage, layer), room), layout.readers_of(padded)
         awaited = blocks > FEW_BLOCKS
         if awaited:
             self._await.launch(1, MOST_BLOCKS, {"lines_at": rows["lines_at"], "stage": stage})
         more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
-        self._take.launch(blocks, THREADS, rows | more | {"valid": valid, "awaited": int(awaited)})
+        given = rows | more | {"valid": valid, "awaited": int(awaited)}
+        self._take.launch(blocks, THREADS, given, overlapped=awaited and self._overlaps)
 
     def post(self, stage: int, answer: Tensor, living: Living | None = None) -> None:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory; where a member
@@ -238,6 +244,11 @@ class OwnerKernels:
                 "row_words": self._layout.row_words,
             },
         )
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel there may begin before the one before it is over, and wait for that by itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(layout: MailLayout, step: tuple[int, int], given: Given) -> dict[str, Argument]:

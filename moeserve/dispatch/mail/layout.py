@@ -20,7 +20,10 @@ ROUNDED = FP8_GROUP.name
 GROUP = 128  # columns that have a scale in it
 
 FEW_BLOCKS = 4
-"""Up to so many blocks wait by themselves; for more, one waits before they are launched."""
+"""So many blocks at most wait by themselves; where more read a step, one waits before they are launched."""
+
+FEW_SHARES = 32
+"""Up to so many shares are read by few blocks: to launch one that waits costs more than they do."""
 
 MOST_BLOCKS = 64  # of a kernel that brings, takes, posts or fetches
 SHARE_WORDS = 896  # 16-byte words of rows for which a block more pays; SHARE in mail.cu
@@ -45,6 +48,7 @@ class Word(IntEnum):
     EPOCH = 8  # of a state: of the answers
     VERSION = 9  # of a state: of the weights
     AGREED = 10  # of a state: rows of the step that is being taken, and 1; 0: nobody has read them yet
+    LEAST = 11  # of a state: how few rows the next step may have, of a run that was launched before they came
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,13 @@ class MailLayout:
         return min(MOST_BLOCKS, max(1, self.rows * self.row_words // SHARE_WORDS))
 
     def blocks_of(self, rows: int) -> int:
-        """Among how many blocks `rows` rows are divided; `blocks_of` in mail.cu."""
+        """Among how many blocks `rows` rows are divided when they are written; `blocks_of` in mail.cu."""
         return min(self.blocks, max(1, rows * self.row_words // SHARE_WORDS))
+
+    def readers_of(self, rows: int) -> int:
+        """How many blocks read them; more than FEW_BLOCKS do not wait by themselves."""
+        few = rows * self.row_words <= FEW_SHARES * SHARE_WORDS
+        return min(self.blocks_of(rows), FEW_BLOCKS) if few else self.blocks_of(rows)
 
     @property
     def _lines(self) -> int:

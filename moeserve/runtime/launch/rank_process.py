@@ -260,6 +260,7 @@ class _RankProcess:
             config.step.lane_rows,
             passes.patience_seconds,
             config.step.timeout_seconds,
+            passes.ahead_seconds,
         )
         model = LaneModel(model_name(config), *sizes, tuple(served.layers))
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door))

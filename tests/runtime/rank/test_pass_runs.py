@@ -13,7 +13,7 @@ from pass_pairs import MOST, Pair, expected, given
 from torch import Tensor
 
 from moeserve.dispatch.dispatcher import Living
-from moeserve.dispatch.mail.kernels import LOGITS, MISFIT, Given
+from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, Given
 from moeserve.dispatch.mail.layout import FEW_BLOCKS
 from moeserve.runtime.launch.torchrun import HostedRank
 from moeserve.runtime.rank.graphs import padded_rows
@@ -153,6 +153,46 @@ def test_rows_that_do_not_fit_are_left_and_launched_anew(
         assert torch.equal(answer, expected(rank, layer, batch))
 
 
+@pytest.mark.parametrize(
+    ("rows", "logits"), [(8, False), (5, False), (4, False), (0, False), (9, False), (6, True)]
+)
+def test_a_run_launched_before_its_rows_is_left_where_other_rows_come(
+    runs: PassRuns, rank: HostedRank, alone: Alone, rows: int, logits: bool
+) -> None:
+    """So that a step is computed for as many rows as a call's is; its later steps may have fewer."""
+    pair, batches = Pair(runs, alone, stages=1), [given(alone, count, seed=count) for count in (rows, 1)]
+    if logits:
+        route = torch.randn(rows, alone.checkpoint.num_experts, device="cuda")
+        batches[0] = Given(batches[0].hidden, route, None)
+    kind = LOGITS if logits else CHOICE
+    for _ in range(3):  # nothing may wait while the runs are recorded that come where this one is left
+        number = pair.begin()
+        for layer, (batch, padded, of) in enumerate(
+            zip(batches, (padded_rows(rows), 8), (kind, CHOICE), strict=True)
+        ):
+            pair.bring(0, layer, batch)
+            torch.cuda.synchronize()
+            flight = pair.launch(((layer, 0),), padded, begins=0 if layer else number, kind=of)
+            assert pair.told(flight) == Told(0, (layer + 1,))
+            pair.fetch(0, batch.hidden)
+    for _ in range(3):  # launched, recorded, replayed
+        flight = pair.launch(((0, 0), (1, 0)), 8, begins=pair.begin(), least=5)
+        found = []
+        for layer, batch in zip(LAYERS, batches, strict=True):
+            pair.bring(0, layer, batch)
+            found.append(pair.fetch(0, batch.hidden))
+        if fits := 5 <= rows <= 8 and not logits:
+            assert pair.told(flight) == Told(0, (2,))
+            continue
+        assert pair.told(flight) == Told(MISFIT, (0,)) and not fits
+        first = pair.launch(((0, 0),), padded_rows(rows), again=True, kind=kind)
+        last = pair.launch(((1, 0),), 8)
+        assert pair.told(first) == Told(0, (1,)) and pair.told(last) == Told(0, (2,))
+    for layer, batch, answer in zip(LAYERS, batches, found, strict=True):
+        if len(batch.hidden) and batch.weights is not None:
+            assert torch.equal(answer, expected(rank, layer, batch))
+
+
 def test_an_answer_that_lacks_a_members_sums_is_not_given_out(
     rank: HostedRank, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,14 +242,14 @@ def off(found: Tensor, right: Tensor) -> float:
     return float(((found - right).float().norm(dim=1) / right.float().norm(dim=1)).max())
 
 
-@pytest.mark.parametrize(("few", "many"), [(28, 112), (56, 448)])
+@pytest.mark.parametrize(("few", "many"), [(28, 112), (56, 448), (112, 1792)])
 def test_a_count_that_changes_all_the_time_brings_no_rows_of_others(
     runs: PassRuns, rank: HostedRank, alone: Alone, few: int, many: int
 ) -> None:
     """Blocks of one take read it at different moments, by themselves or after one that waited for them."""
     pair, other = (Pair(runs, alone, stages=1, rows=many) for _ in range(2))
     assert pair.layout.blocks_of(few) < pair.layout.blocks_of(many)
-    assert (pair.layout.blocks_of(padded_rows(many)) > FEW_BLOCKS) == (many > 112)
+    assert (pair.layout.readers_of(padded_rows(many)) > FEW_BLOCKS) == (many == 1792)
     batch, theirs = given(alone, many, seed=1), given(alone, many, seed=2)
     right, count = other.answered(batch, padded_rows(many)), pair.lines[0, COUNT]
     flips, stream, seen = torch.cuda.CUDAGraph(), torch.cuda.Stream(), set[int]()
@@ -234,13 +274,15 @@ def test_a_count_that_changes_all_the_time_brings_no_rows_of_others(
     assert seen == {few, many}
 
 
+@pytest.mark.parametrize("many", [448, 1792])
 def test_a_count_that_grows_while_lines_are_waited_for_is_not_read_again(
-    runs: PassRuns, rank: HostedRank, alone: Alone
+    runs: PassRuns, rank: HostedRank, alone: Alone, many: int
 ) -> None:
-    pair, other = (Pair(runs, alone, stages=1, rows=448) for _ in range(2))
-    batch = given(alone, 448, seed=1)
-    right = other.answered(batch, 512)
-    other.answered(given(alone, 448, seed=2), 512)
+    """By few blocks, or by one before many."""
+    pair, other = (Pair(runs, alone, stages=1, rows=many) for _ in range(2))
+    batch, padded = given(alone, many, seed=1), padded_rows(many)
+    right = other.answered(batch, padded)
+    other.answered(given(alone, many, seed=2), padded)
     number = pair.begin()
     pair.bring(0, 0, batch)
     torch.cuda.synchronize()
@@ -248,10 +290,10 @@ def test_a_count_that_grows_while_lines_are_waited_for_is_not_read_again(
     lines[0, COUNT], lines[1:, COUNT] = 224, 7  # what other lines say of it has no say
     lines[4:, :2] = 0
     torch.cuda.synchronize()
-    flight = pair.launch(((0, 0),), 512, begins=number)
+    flight = pair.launch(((0, 0),), padded, begins=number)
     time.sleep(0.1)
     with torch.cuda.stream(pair.here):
-        lines[0, COUNT] = 448
+        lines[0, COUNT] = many
         lines[4:, :2] = tags[4:]
     assert pair.told(flight) == Told(0, (1,))
     assert pair.taken == 224 and off(pair.answer, right[:224]) < 0.1

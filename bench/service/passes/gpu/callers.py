@@ -42,9 +42,9 @@ class Side:
         order = tuple(at % sizes.layers for at in range(DEPTH))
         self.way = opened(f"rows-{rows}", rows, 1, order)
         self.stream = torch.cuda.Stream(HOME)
-        given = [Rows(*one) for one in batches(sizes, rows, HOME, DEPTH, seed=rows)]
+        given = self._given = [Rows(*one) for one in batches(sizes, rows, HOME, DEPTH, seed=rows)]
         self._graphs = [torch.cuda.CUDAGraph() for _ in given]
-        self.answers = list[Tensor]()
+        self.answers = list[Tensor]()  # graphs write them, and read what was given
         with torch.cuda.stream(self.stream):
             for _ in range(3):
                 for at, one in enumerate(given):

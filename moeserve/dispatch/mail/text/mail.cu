@@ -1,9 +1,12 @@
 // Rows from a caller's GPU to an owner's and answers home, over memory that both map. No host is between: whoever
 // reads waits, for a bounded time, for the tag of what it reads.
 //
-// A *line* of 32 bytes for each block says that the block's share is there. Both sides divide a step of `count` rows
-// among `blocks_of(count)` blocks alike, so that a block waits for one other alone. `memory.cu` and the structs of
-// arguments precede this text.
+// A *line* of 32 bytes for each block says that the block's share is there. Whoever writes a step of `count` rows divides
+// it among `blocks_of(count)` blocks. Where it is read by a few blocks, each waits for all lines; where by many, one
+// block waits in their place, and they divide the step as it was written. `memory.cu` and the structs of arguments
+// precede this text.
+//
+// A hop is a chain of latencies: what does not depend on one another is asked for at once, before anything is waited for.
 
 struct __align__(32) Line {
   u64 tag;  // written last
@@ -13,13 +16,15 @@ struct __align__(32) Line {
 };
 
 // Words of a caller's table, and of an owner's state of a lane. Steps and tickets: one word a stage.
-enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, AGREED, STEPS = 16, TICKETS = 24 };
+enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, AGREED, LEAST, STEPS = 16, TICKETS = 24 };
 enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
 enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
 enum { YIELD = 2 };  // of the host's word: others want the device, and what waits is launched anew
 enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
 
-#define SHARE 896  // 16-byte words of rows for which a block more pays
+#define SHARE 896    // 16-byte words of rows for which a block more pays
+#define POLLS 64     // of a tag, between two looks at the host's word, which is read over PCIe
+#define AT_ONCE 4    // words that a thread asks for before it waits for the first
 
 DEVICE u64 load_acquire(const u64* at) {
   u64 value;
@@ -52,11 +57,60 @@ DEVICE int blocks_of(u32 count, int row_words, int most) {
 // The tag of a step of pass `number`, as `tag_of` in mailbox.py.
 DEVICE u64 tag_of(u64 number, u64 steps) { return number << 32 | (steps % 0xffffffffull + 1); }
 
-template <class Word>
-DEVICE void copy_share(const Word* from, Word* to, long words, int block, int blocks) {
-  const long first = words * block / blocks, last = words * (block + 1) / blocks;
-  for (long at = first + threadIdx.x; at < last; at += blockDim.x) to[at] = load_fresh(from + at);
+// What was written before by kernels of this stream is there; and the next one may begin, which waits likewise.
+DEVICE void await_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
+
+DEVICE void begin_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void copy_share(const uint4* from, uint4* to, long words, int block, int blocks) {
+  const long first = words * block / blocks, last = words * (block + 1) / blocks;
+  for (long at = first + threadIdx.x; at < last; at += AT_ONCE * blockDim.x) {
+    uint4 found[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (at + i * blockDim.x < last) found[i] = load_fresh(from + at + i * blockDim.x);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (at + i * blockDim.x < last) to[at + i * blockDim.x] = found[i];
+  }
+}
+
+// A block's share of ids and weights, or of logits alone. The first word of each thread is asked for when this is made,
+// and waited for when it is stored.
+struct Routes {
+  const u32 *ids, *weights;  // without weights `ids` are logits
+  long first, last;
+  u32 id, weight;
+
+  DEVICE Routes(const u32* ids, const u32* weights, long words, int block, int blocks)
+      : ids(ids), weights(weights), first(words * block / blocks + threadIdx.x), last(words * (block + 1) / blocks) {
+    load(first);
+  }
+
+  DEVICE void load(long at) {
+    if (at >= last) return;
+    id = load_fresh(ids + at);
+    if (weights) weight = load_fresh(weights + at);
+  }
+
+  // Stores all of them; `known` says of a word of `ids` what is stored.
+  template <class Known>
+  DEVICE void store(u32* to_ids, u32* to_weights, Known known) {
+    for (long at = first; at < last; at += blockDim.x) {
+      if (at != first) load(at);
+      to_ids[at] = known(id);
+      if (weights) to_weights[at] = weight;
+    }
+  }
+};
 
 // Notes how a pass has ended, where it had not.
 DEVICE void note_end(u64* words, u64 status) { atomicCAS(words + ENDED, 0ull, status); }
@@ -66,7 +120,7 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
   const u64 began = nanoseconds();
   const u32* abort = (const u32*)words[ABORT];
   for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
-    if (polls % 16) continue;
+    if (polls % POLLS) continue;
     if (*(volatile u64*)(words + ENDED)) return false;
     const u32 word = abort ? load_relaxed(abort) : 0;
     if (word) {
@@ -80,25 +134,13 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
   return true;
 }
 
-// The last block that is done counts the step.
-DEVICE void count_step(u64* words, int stage) {
-  __syncthreads();
-  if (threadIdx.x) return;
-  __threadfence();
-  if (atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return;
-  words[TICKETS + stage] = 0;
-  words[STEPS + stage] += 1;
-}
-
-// As `copy_share`, of chosen experts. One that there is not ends the pass, and nobody computes it.
-DEVICE void copy_ids(const u32* from, u32* to, long words, int block, int blocks, int experts, u64* state) {
-  const long first = words * block / blocks, last = words * (block + 1) / blocks;
-  for (long at = first + threadIdx.x; at < last; at += blockDim.x) {
-    const u32 id = load_fresh(from + at);
-    const bool known = id + 1 <= (u32)experts;  // -1: none
-    if (!known) note_end(state, REFUSED);
-    to[at] = known ? id : 0xffffffffu;
+// The last block counts the step. All threads of a block have read the count, `steps`, before one of them calls this.
+DEVICE void count_step(u64* words, int stage, u64 steps) {
+  if (gridDim.x > 1) {
+    if (atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return;
+    words[TICKETS + stage] = 0;
   }
+  words[STEPS + stage] = steps + 1;
 }
 
 #if WIRE == WIRE_FP8_GROUP128
@@ -141,15 +183,27 @@ DEVICE uint2 widen_codes(u32 codes, float scale) {
 // element, from which the scale follows, and every other to far less than half a code's distance).
 DEVICE void take_rows(const u8* from, uint4* to, long rows, int, int block, int blocks) {
   const Share share(rows, block, blocks);
-  for (long at = share.first + threadIdx.x; at < share.last; at += blockDim.x) {
-    const u8* record = from + at / PIECES * RECORD_BYTES;
-    const int unit = (int)(at % PIECES);
-    const uint4 codes = load_fresh((const uint4*)record + unit);
-    const float scale = from_bits(load_fresh((const u32*)(record + PART1_AT) + unit / GROUP_PIECES));
-    const uint2 a = widen_codes(codes.x, scale), b = widen_codes(codes.y, scale);
-    const uint2 c = widen_codes(codes.z, scale), d = widen_codes(codes.w, scale);
-    to[2 * at] = make_uint4(a.x, a.y, b.x, b.y);
-    to[2 * at + 1] = make_uint4(c.x, c.y, d.x, d.y);
+  for (long base = share.first + threadIdx.x; base < share.last; base += AT_ONCE * blockDim.x) {
+    uint4 codes[AT_ONCE];
+    u32 scales[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const long at = base + i * blockDim.x;
+      if (at >= share.last) continue;
+      const u8* record = from + at / PIECES * RECORD_BYTES;
+      codes[i] = load_fresh((const uint4*)record + at % PIECES);
+      scales[i] = load_fresh((const u32*)(record + PART1_AT) + at % PIECES / GROUP_PIECES);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const long at = base + i * blockDim.x;
+      if (at >= share.last) continue;
+      const float scale = from_bits(scales[i]);
+      const uint2 a = widen_codes(codes[i].x, scale), b = widen_codes(codes[i].y, scale);
+      const uint2 c = widen_codes(codes[i].z, scale), d = widen_codes(codes[i].w, scale);
+      to[2 * at] = make_uint4(a.x, a.y, b.x, b.y);
+      to[2 * at + 1] = make_uint4(c.x, c.y, d.x, d.y);
+    }
   }
 }
 #else
@@ -168,23 +222,22 @@ DEVICE void take_rows(const u8* from, uint4* to, long rows, int row_words, int b
 extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
   u64* words = args.table;
   const int block = blockIdx.x, blocks = gridDim.x;
-  if (words[ENDED]) return;
+  const u64 number = words[NUMBER], steps = words[STEPS + args.stage], mirror = words[MIRROR];
   u8* box = (u8*)words[MAILBOX];
+  Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
+  if (words[ENDED]) return;
   send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
-  copy_share(args.route, (u32*)(box + args.route_at), (long)args.count * args.route_words, block, blocks);
-  if (args.weights)
-    copy_share(args.weights, (u32*)(box + args.weights_at), (long)args.count * args.route_words, block, blocks);
-  __threadfence_system();
-  __syncthreads();
+  routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
+  __syncthreads();  // the release below is of what all threads of the block have written
   if (threadIdx.x) return;
-  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  const u64 tag = tag_of(number, steps);
   Line* line = (Line*)(box + args.lines_at) + block;
   store_relaxed(&line->count, args.count);
   store_relaxed(&line->first, args.layer);
   store_relaxed(&line->second, args.kind);
   store_release(&line->tag, tag);
-  if (block || !words[MIRROR]) return;
-  volatile u64* header = (volatile u64*)((u8*)words[MIRROR] + args.header_at);  // for the owner's host
+  if (block || !mirror) return;
+  volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);  // for the owner's host
   header[HEADER_LAYER] = args.layer;
   header[HEADER_STAGE] = args.stage;
   header[HEADER_COUNT] = args.count;
@@ -192,22 +245,26 @@ extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments arg
   store_release((u64*)header + HEADER_TAG, tag);
 }
 
-// Waits for the answer to the stage's rows. What has no answer is filled with zeros, and ENDED says why.
+// Waits for the answer to the stage's rows, which was written by `lines` blocks. What has no answer is filled with zeros,
+// and ENDED says why.
 extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
   u64* words = args.table;
+  if (args.awaited) await_launch();
   const int block = blockIdx.x, blocks = gridDim.x;
-  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  const u64 steps = words[STEPS + args.stage], tag = tag_of(words[NUMBER], steps);
   const u8* answers = (const u8*)words[ANSWERS];
-  __shared__ bool there;
-  if (threadIdx.x == 0) {
-    const Line* line = (const Line*)(answers + args.lines_at) + block;
+  const int lines = args.awaited ? 1 : args.lines;  // that this block looks at
+  bool there = true;
+  if (threadIdx.x < lines) {
+    const Line* line = (const Line*)(answers + args.lines_at) + (args.awaited ? block : threadIdx.x);
     there = !*(volatile u64*)(words + ENDED) && await_tag(line, tag, words, LOST);
-    if (there && load_relaxed(&line->first)) {
-      note_end(words, load_relaxed(&line->first));
+    if (const u32 status = there ? load_relaxed(&line->first) : 0u) {
+      note_end(words, status);
       there = false;
     }
   }
-  __syncthreads();
+  there = __syncthreads_and(there);
+  if (threadIdx.x == 0) count_step(words, args.stage, steps);
   const long all = (long)args.count * args.row_words;
   if (there) {
     copy_share((const uint4*)(answers + args.rows_at), args.out, all, block, blocks);
@@ -215,7 +272,6 @@ extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments arg
     const long first = all * block / blocks, last = all * (block + 1) / blocks;
     for (long at = first + threadIdx.x; at < last; at += blockDim.x) args.out[at] = make_uint4(0, 0, 0, 0);
   }
-  count_step(words, args.stage);
 }
 
 // -- the owner's --------------------------------------------------------------------------------------------
@@ -235,9 +291,13 @@ DEVICE u32 agree(u64* words, u32 count) {
 // are posted. So each valid row has been written by this step; where a block has not come to its share, it has noted
 // that the pass has ended, and nothing is posted. Rows, ids, weights and logits may change under a reader, too; whatever
 // is read is the caller's own.
+//
+// A step that was launched before anybody knew of its rows has in LEAST how few there may be, for as many as were
+// launched for: others, and those of another kind, are launched anew.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
-  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  if (args.awaited) await_launch();
+  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), least = words[LEAST];
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
   __shared__ u32 rows;
@@ -245,32 +305,43 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   if (threadIdx.x == 0) {
     rows = 0;
     if (!*(volatile u64*)(words + ENDED) && (args.awaited || await_tag(lines, tag, words, LATE))) {
-      const u32 count = args.awaited ? (u32)(words[AGREED] - 1) : agree(words, load_relaxed(&lines->count));
-      const bool named = load_relaxed(&lines->first) == (u32)args.layer && load_relaxed(&lines->second) == (u32)args.kind;
-      if (!named || count > (u32)args.most) {
+      const u32 layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
+      u32 count = load_relaxed(&lines->count);
+      if (args.awaited) count = (u32)(words[AGREED] - 1);
+      else if (gridDim.x > 1) count = agree(words, count);
+      const bool other = kind != (u32)args.kind;
+      if (layer != (u32)args.layer || (other && !least) || count > (u32)args.most) {
         note_end(words, REFUSED);
-      } else if (count > (u32)args.padded) {
+      } else if (other || count > (u32)args.padded || count < least) {
         note_end(words, MISFIT);
-      } else if (block < blocks_of(count, args.row_words, args.blocks)) {
-        if (block == 0 || args.awaited || await_tag(lines + block, tag, words, LATE)) rows = count;
+      } else {
+        rows = count;
+        if (block == 0 && least) words[LEAST] = 0;  // of the run's first step; another block that reads 0 agrees
       }
     }
     if (block == 0) words[TAKEN] = rows;
   }
   __syncthreads();
-  const int blocks = blocks_of(rows, args.row_words, args.blocks);
-  if (rows) {
-    take_rows(box + args.hidden_at, args.hidden, rows, args.row_words, block, blocks);
-    const u32* route = (const u32*)(box + args.route_at);
-    if (args.weights)
-      copy_ids(route, args.route, (long)rows * args.route_words, block, blocks, args.experts, words);
-    else
-      copy_share(route, args.route, (long)rows * args.route_words, block, blocks);
-    if (args.weights)
-      copy_share((const u32*)(box + args.weights_at), args.weights, (long)rows * args.route_words, block, blocks);
+  const u32 count = rows;
+  const int lines_there = blocks_of(count, args.row_words, args.blocks);
+  bool there = count > 0;
+  if (there && !args.awaited && threadIdx.x && threadIdx.x < lines_there)
+    there = await_tag(lines + threadIdx.x, tag, words, LATE);
+  there = __syncthreads_and(there);
+  const int blocks = args.awaited ? lines_there : gridDim.x;
+  if (there && block < blocks) {
+    Routes routes((const u32*)(box + args.route_at), args.weights ? (const u32*)(box + args.weights_at) : nullptr,
+                  (long)count * args.route_words, block, blocks);
+    take_rows(box + args.hidden_at, args.hidden, count, args.row_words, block, blocks);
+    const u32 experts = args.weights ? (u32)args.experts : 0xffffffffu;
+    routes.store(args.route, args.weights, [&](u32 id) {
+      const bool known = !args.weights || id + 1 <= experts;  // -1: none
+      if (!known) note_end(words, REFUSED);  // and nobody computes it
+      return known ? id : 0xffffffffu;
+    });
   }
   if (block == 0)
-    for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < rows;
+    for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
 }
 
 // Whether a member is waited for no more whose sums the answer should have. Each of the first 64 threads looks at a place.
@@ -286,32 +357,34 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
     if (threadIdx.x == 0) note_end(words, LOST);
     __syncthreads();
   }
-  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), ended = *(volatile u64*)(words + ENDED);
-  const u32 count = (u32)words[TAKEN];
-  const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
+  const u64 number = words[NUMBER], steps = words[STEPS + args.stage], ended = *(volatile u64*)(words + ENDED);
+  const u32 count = (u32)words[TAKEN], epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
   u8* answers = (u8*)words[ANSWERS];
+  const u64 tag = tag_of(number, steps);
+  const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   if (blockIdx.x == 0 && threadIdx.x == 0) words[AGREED] = 0;  // of the next step
   if (ended == MISFIT) return;
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
     if (!ended)
       copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
-    __threadfence_system();
-    __syncthreads();
+    __syncthreads();  // the release below is of what all threads of the block have written
     if (threadIdx.x) continue;
     Line* line = (Line*)(answers + args.lines_at) + block;
     store_relaxed(&line->count, count);
     store_relaxed(&line->first, (u32)ended);
-    store_relaxed(&line->second, (u32)words[EPOCH]);
-    store_relaxed(&line->third, (u32)words[VERSION]);
+    store_relaxed(&line->second, epoch);
+    store_relaxed(&line->third, version);
     store_release(&line->tag, tag);
   }
-  count_step(words, args.stage);
+  __syncthreads();
+  if (threadIdx.x == 0) count_step(words, args.stage, steps);
 }
 
 // -- both ---------------------------------------------------------------------------------------------------
 
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
-// multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does.
+// multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
+// kernel behind it may begin as soon as the first line is there, and waits until this one is over.
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
@@ -326,5 +399,6 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
     }
   }
   __syncthreads();
+  begin_next();
   if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);
 }

@@ -56,6 +56,7 @@ class LaneTerms:
     answer: float  # seconds for an answer
     observe: Callable[[str], None]  # is told how each pass ended, by a status's name
     counts: Counts = field(default_factory=Counts)
+    ahead: float = 0.0  # seconds that a forward pass launched before its rows may wait for them; 0: none is
 
 
 @dataclass(frozen=True)

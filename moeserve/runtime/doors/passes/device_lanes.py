@@ -53,6 +53,7 @@ class DeviceLaneLimits:
     rows: int = 4096  # of one step
     patience: float = 2.0  # seconds for the rows of a step that is next
     answer: float = 30.0  # seconds for an answer
+    ahead: float = 0.02  # seconds that a forward pass launched before its rows may wait for them; 0: none is
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,11 @@ class DeviceLanes:
                 regions.release(name)
             raise
         terms = LaneTerms(
-            frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
+            frozenset(model.layers),
+            limits.patience,
+            limits.answer,
+            lambda status: self.on_pass(status),
+            ahead=limits.ahead,
         )
         memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
         handle, wire = b"", ""

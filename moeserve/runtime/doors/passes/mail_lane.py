@@ -1,9 +1,11 @@
 """`MailLane`: the lane of a caller's GPU. Rows and answers are on devices; its host only sees that they come.
 
 Where the caller is alone, all steps of a forward pass are launched as soon as the rows of the first are
-there; each then waits on the device for its own, and no host is between two of them. Where others want the
-rank, or its group, too, a step is launched when its rows are there, so that nobody waits for this caller's
-attention. In a group of several a run that has waited too long is left, and its steps come one by one.
+there; each then waits on the device for its own, and no host is between two of them. A caller whose forward
+passes follow one another finds the next one launched before its rows are there, behind the one that runs.
+Where others want the rank, or its group, too, a step is launched when its rows are there, so that nobody
+waits for this caller's attention. In a group of several a run that has waited too long is left, and its steps
+come one by one; so is everywhere one that was launched before its rows, and waits for them for too long.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class _Pass:
     fitted: list[int] = field(default_factory=list)  # steps of each stage when a run was left last
     again: bool = False  # the next run begins where one had to stop
     ends: tuple[Status, str] | None = None
+    steady: bool = False  # its caller brings the rows of the next forward pass soon, as it did before
+    early: list[int] | None = None  # steps of each stage before a run that was launched before its rows
 
     def layer(self, stage: int) -> int:
         return self.said.layers[self.sent[stage] % len(self.said.layers)]
@@ -143,6 +147,8 @@ class MailLane(AnnouncedLane):
         if under_way.waits and under_way.flying and now - under_way.waited > self._runs.most_seconds:
             under_way.slow = True
             self.yield_steps()
+        if under_way.early is not None:
+            self._look_for_early(under_way, now)
         with self._lock:
             run = None if self._concluded() else self._next_run(under_way, now)
             demanded = under_way.demanded
@@ -178,7 +184,7 @@ class MailLane(AnnouncedLane):
                 return None
             run.misfits = run.misfits + 1 if list(run.told) == run.fitted else 0
             run.fitted = list(run.told)
-            run.sent, run.told, run.again = list(run.told), None, True
+            run.sent, run.told, run.again, run.early = list(run.told), None, True, None
             if self._mail.lane.abort[0] == YIELD:
                 run.misfits = 0
         if not run.flying and self._mail.lane.abort[0] == YIELD:
@@ -186,14 +192,18 @@ class MailLane(AnnouncedLane):
         if run.full:
             return None
         there = [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
-        if not there:
+        alone = self.alone()
+        if there and run.resting and run.begun:
+            run.steady = bool(run.flying) or now - run.waited < self._terms.ahead
+        foreseen = alone and self._foreseen(run, there)
+        if not there and not foreseen:
             self._look_for_late(run, now)
             return None
-        alone = self.alone()
-        if alone and run.alike and len(there) < len(run.sent) and now - run.since < COMPANY_SECONDS:
+        few = alone and run.alike and len(there) < len(run.sent)
+        if few and not foreseen and now - run.since < COMPANY_SECONDS:
             return None
         fence()
-        headers = [self._header(stage) for stage in there]
+        headers = [self._header(stage) for stage in (range(len(run.sent)) if foreseen else there)]
         kinds = {kind for _, kind in headers}
         counts = [min(count, self._layout.rows) for count, _ in headers]
         if run.misfits > 1:  # what is told to this host is not what comes to the device
@@ -202,11 +212,16 @@ class MailLane(AnnouncedLane):
         most = self._layout.rows if run.misfits else max(counts)
         rows = min(padded_rows(most), self._runs.most_rows)
         begins, kind = 0 if run.begun else run.said.number, headers[0][1]
-        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again)
+        least = 0 if there else padded_rows(counts[0]) // 2 + 1
+        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least)
         run.slow = run.slow and not run.resting
-        together = run.alike and len(there) == len(run.sent) and len(kinds) == 1
+        together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
         if together and alone and not run.slow and self._runs.leads(made):
             run.waits = True
+            if len(there) < len(run.sent):
+                run.early = list(run.sent)
+        elif not there:
+            return None
         else:
             made = made._replace(steps=((run.layer(there[0]), there[0]),))
         run.waited = run.waited if run.flying else now
@@ -214,6 +229,24 @@ class MailLane(AnnouncedLane):
             run.sent[stage] += 1
         run.flying, run.begun, run.again, run.since = run.flying + 1, True, False, now
         return made
+
+    def _foreseen(self, run: _Pass, there: list[int]) -> bool:
+        """Whether a forward pass is launched before the rows of all its stages are there, with as many as the
+        last one had. Not while a lane's memory is to be freed, for which no run may be under way.
+        """
+        usual = run.said.standing and run.steady and run.alike and run.resting and run.early is None
+        first = 0 in there if there else run.flying == 1
+        return usual and first and self._terms.ahead > 0 and not self._runs.retired
+
+    def _look_for_early(self, run: _Pass, now: float) -> None:
+        """Notes that the rows of a run have come that was launched before, or leaves it: its caller rests."""
+        assert run.early is not None
+        number, head, box = run.said.number, self.memory.layout.header, self._box
+        if all(box[head(stage) + m.TAG] >= tag_of(number, at) for stage, at in enumerate(run.early)):
+            run.early = None
+        elif run.flying == 1 and now - run.waited > self._terms.ahead:
+            run.steady, run.early = False, None
+            self.yield_steps()
 
     def _header(self, stage: int) -> tuple[int, int]:
         """Rows and kind of a stage's step, as the caller says to this host; the device asks for itself."""

@@ -75,6 +75,7 @@ class Run(NamedTuple):
     kind: int  # CHOICE or LOGITS
     begins: int = 0  # the pass that begins with it; 0: it goes on with one
     again: bool = False  # steps before it were left, since their rows did not fit
+    least: int = 0  # rows that its first step must have, where it is launched before they came; 0: any
 
 
 class Told(NamedTuple):
@@ -189,6 +190,8 @@ class PassRuns:
         pinned.append(lane.take_pinned())  # now: more of it is had only when nothing waits on the device
         if run.again:
             lane.state[Word.ENDED].zero_()
+        if run.again or run.least:
+            lane.state[Word.LEAST].fill_(run.least)
         if run.begins or self._stamps.get(lane) != stamp:
             lane.state[Word.EPOCH].fill_(stamp[0])
             lane.state[Word.VERSION].fill_(stamp[1])
