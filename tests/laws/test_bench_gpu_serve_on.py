@@ -17,7 +17,7 @@ from bench.service.serving_on.gpu.timeline import lines_of, moments
 
 LOG = """\
 2026-11-24T10:00:00.500Z INFO    rank 0 generation 3 epoch 1 rank.x: before
-2026-11-24T10:00:01.020Z WARNING head generation 3 epoch 1 head.x: generation 3 aborts: rank 1 (pid 7) is lost:
+2026-11-24T10:00:01.020Z WARNING head generation 3 epoch 1 head.x: generation 3 aborts: rank 1 (pid 7) is lost
     has a second line
 2026-11-24T10:00:01.010Z WARNING launcher generation - epoch - launch.x: rank 1 (pid 7) ended with -9; it is
 2026-11-24T10:00:01.200Z INFO    head generation 4 epoch 2 head.x: generation 4 serves epoch 2 with 1 members

@@ -468,3 +468,34 @@ def test_a_stage_of_few_rows_does_not_make_a_run_misfit(caller: Caller) -> None:
     assert caller.look()
     run, _ = caller.begun[-1]
     assert (run.rows, run.least) == (32, 2), "its first step is the first stage's"
+
+
+def test_a_pass_like_the_one_before_waits_for_its_stages_in_one_run(caller: Caller) -> None:
+    for number in (1, 2, 3):
+        caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+        caller.look()
+        caller.bring(0, 0, count=3)
+        if number == 1:
+            caller.bring(1, 0, count=6)
+        assert caller.look()
+        run, _ = caller.begun[-1]
+        assert (len(run.steps), run.rows, run.begins, run.least) == (4, 8, number, 0)
+        if number == 3:
+            break
+        for stage, step in ((1, 0), (0, 1), (1, 1)):
+            caller.bring(stage, step, count=6)
+        caller.look()
+        caller.lane.ran(Told(0, (2, 2)), 1)
+        caller.look()
+        caller.box[m.GIVEN_UP] = caller.number
+        caller.look()
+    caller.look(AHEAD * 1.5)
+    caller.lane.ran(Told(MISFIT, (1, 0)), 1)
+    caller.look()
+    caller.box[m.GIVEN_UP] = caller.number
+    caller.look()
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+    caller.look()
+    caller.bring(0, 0)
+    caller.look(COMPANY_SECONDS * 2)
+    assert caller.begun[-1][0].steps == ((3, 0),), "the last one's second stage did not come"

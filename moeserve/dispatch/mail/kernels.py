@@ -99,6 +99,7 @@ AWAIT = Arguments(
     row_words="int",
     blocks="int",
 )
+COPY = Arguments("WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64"})
 LATE, LOST = 2, 3
 """Statuses of a pass whose rows, or whose answers, do not come."""
 
@@ -118,7 +119,7 @@ def program(record: RowRecord | None = None, *, true_division: bool = True) -> P
     true_division: as `divides_truly` tells of the caller's device.
     """
     memory = source("moeserve.dispatch.peers", "memory.cu")
-    kernels = source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, AWAIT, "mail.cu")
+    kernels = source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, COPY, AWAIT, "mail.cu")
     if record is None:
         return Program("\n".join((memory, kernels)))
     rounding = source("moeserve.dispatch.peers", "numbers.cu", "records.cu")
@@ -145,6 +146,7 @@ def load(record: RowRecord | None = None) -> None:
         ("mail_fetch", FETCH),
         ("mail_take", TAKE),
         ("mail_post", POST),
+        ("mail_words", COPY),
         ("mail_await", AWAIT),
     ):
         made.function(name, arguments)
@@ -153,6 +155,20 @@ def load(record: RowRecord | None = None) -> None:
 def words(device: torch.device) -> Tensor:
     """A table, or a state: zeros, int64 `[WORDS]`."""
     return torch.zeros(WORDS, dtype=torch.int64, device=device)
+
+
+class Words:
+    """Copies the words of lanes on the current device, one at a time and in the order of its stream."""
+
+    def __init__(self) -> None:
+        self._copy = program().function("mail_words", COPY)
+
+    def copy(self, source: Tensor, to: Tensor, host: Tensor | None = None) -> None:
+        """From a state to another. host: pinned, which gets them too: by an event that is recorded behind it
+        they are there, and no engine has to be waited for.
+        """
+        told = 0 if host is None else host.data_ptr()
+        self._copy.launch(1, WORDS, {"from": source, "to": to, "host": told})
 
 
 class CallerKernels:

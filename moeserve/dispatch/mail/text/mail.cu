@@ -382,6 +382,13 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
 
 // -- both ---------------------------------------------------------------------------------------------------
 
+// Copies a lane's words, also to its host where that is to know them.
+extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments args) {
+  const u64 word = args.from[threadIdx.x];
+  args.to[threadIdx.x] = word;
+  if (args.host) ((volatile u64*)args.host)[threadIdx.x] = word;
+}
+
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
 // multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
 // kernel behind it may begin as soon as the first line is there, and waits until this one is over.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -267,6 +269,7 @@ class DeviceLanes:
         attached.lane.detach(why)
 
     def _run(self) -> None:
+        _sleep_finely()
         try:
             self._look()
         except Exception:
@@ -343,6 +346,17 @@ class DeviceLanes:
         for name in (lane.memory.mailbox, lane.memory.answers):
             with suppress(UnknownRegion):
                 self._regions.release(name)
+
+
+SET_TIMER_SLACK = 29
+"""Of prctl: nanoseconds by which the kernel may wake a thread late, 50,000 by default."""
+
+
+def _sleep_finely() -> None:
+    """Has this thread's short sleeps take half as long."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(SET_TIMER_SLACK, 1, 0, 0, 0):
+        log.warning("the thread of device lanes sleeps coarsely: prctl: %s", os.strerror(ctypes.get_errno()))
 
 
 def _info(attached: Attached) -> moe_pb2.DeviceLaneInfo:

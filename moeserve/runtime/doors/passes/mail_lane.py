@@ -102,6 +102,7 @@ class MailLane(AnnouncedLane):
         (self._layout, self._mail), self._runs = mail, runs
         self.alone: Callable[[], bool] = lambda: True  # nobody else wants the rank's steps now
         self._pass: _Pass | None = None
+        self._usual: tuple[tuple[int, ...], int] | None = None  # layers and stages of a whole forward pass
         self._lock = threading.Lock()
 
     @property
@@ -232,20 +233,27 @@ class MailLane(AnnouncedLane):
 
     def _foreseen(self, run: _Pass, there: list[int]) -> bool:
         """Whether a forward pass is launched before the rows of all its stages are there, with as many as the
-        last one had. Not while a lane's memory is to be freed, for which no run may be under way.
+        last one had, of this pass or of one like it. Not while a lane's memory is to be freed, for which no
+        run may be under way.
         """
-        usual = run.said.standing and run.steady and run.alike and run.resting and run.early is None
-        first = 0 in there if there else run.flying == 1
-        return usual and first and self._terms.ahead > 0 and not self._runs.retired
+        between = run.alike and run.resting and run.early is None
+        if there:
+            known = run.steady or (not run.begun and self._usual == (run.said.layers, run.said.stages))
+            expected = known and 0 in there
+        else:
+            expected = run.steady and run.said.standing and run.flying == 1
+        return between and expected and self._terms.ahead > 0 and not self._runs.retired
 
     def _look_for_early(self, run: _Pass, now: float) -> None:
         """Notes that the rows of a run have come that was launched before, or leaves it: its caller rests."""
         assert run.early is not None
         number, head, box = run.said.number, self.memory.layout.header, self._box
-        if all(box[head(stage) + m.TAG] >= tag_of(number, at) for stage, at in enumerate(run.early)):
+        there = [box[head(stage) + m.TAG] >= tag_of(number, at) for stage, at in enumerate(run.early)]
+        if all(there):
             run.early = None
         elif run.flying == 1 and now - run.waited > self._terms.ahead:
             run.steady, run.early = False, None
+            self._usual = None if any(there) else self._usual  # a stage does not come
             self.yield_steps()
 
     def _header(self, stage: int) -> tuple[int, int]:
@@ -279,6 +287,9 @@ class MailLane(AnnouncedLane):
             run.version = run.version or version
             run.since = run.waited = time.monotonic()
             stages = len(run.sent)
+            done = set(told.steps[:stages])
+            if not told.ended and len(done) == 1 and done.pop() % len(run.said.layers) == 0:
+                self._usual = run.said.layers, run.said.stages
             if told.ended == MISFIT or (not run.flying and told.steps[:stages] != tuple(run.sent)):
                 run.told = told.steps[:stages]
             if told.ended not in (0, MISFIT):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.mail.kernels import MISFIT, Given, OwnerKernels, load, words
+from moeserve.dispatch.mail.kernels import MISFIT, Given, OwnerKernels, Words, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.quant.formats import FP8_GROUP
@@ -134,6 +134,7 @@ class PassRuns:
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
         with torch.cuda.device(self._device):
             load()
+            self._words = Words()
             if may_be_rounded(rank.plans.values()):
                 load(RowRecord(FP8_GROUP, rank.served.checkpoint.hidden))
         self._now[Word.ENDED].zero_()  # a kernel's first launch waits for whatever waits on the device
@@ -196,10 +197,9 @@ class PassRuns:
             lane.state[Word.EPOCH].fill_(stamp[0])
             lane.state[Word.VERSION].fill_(stamp[1])
             self._stamps[lane] = stamp
-        self._now.copy_(lane.state)
+        self._words.copy(lane.state, self._now)
         self._work(_key(run), number)
-        lane.state.copy_(self._now)
-        pinned[-1].copy_(lane.state, non_blocking=True)
+        self._words.copy(self._now, lane.state, pinned[-1])
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return Flight(event, lane, bool(run.begins), pinned)
