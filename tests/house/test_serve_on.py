@@ -110,6 +110,25 @@ def test_a_lost_member_costs_no_call_and_comes_back(house: LocalCluster, alone: 
         assert [lane.rank for lane in client.topology().lanes] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("dispatcher", ["nvlink_ll", "nvlink_ht"])
+def test_over_peer_memory_no_answer_lacks_what_a_lost_member_had(
+    checkpoint_path: Path, alone: Alone, dispatcher: str, how: str
+) -> None:
+    """There the end of a group ends all waiting, and the step under way goes on without the lost rows."""
+    given = EP4 | {"plan__all2all_backend": dispatcher, "balance__redundant_experts": 8}
+    with LocalCluster(house_config(checkpoint_path, **given)) as house:
+        with Raw(house, alone, [0, 3]) as raw:
+            for rank in (2, 1):
+                time.sleep(0.5)
+                changes = Changes(house)
+                lost(house, rank, how)
+                changes.until(lambda was, gone=rank: gone not in was.seats)
+                whole(house)
+            time.sleep(0.5)
+        assert raw.failed == []
+
+
 def test_two_members_are_lost_at_once(checkpoint_path: Path, alone: Alone) -> None:
     with LocalCluster(house_config(checkpoint_path, balance__redundant_experts=24, **EP4)) as house:
         with Raw(house, alone, [0, 3]) as raw:

@@ -49,6 +49,7 @@ class RankDispatchers:
         self._counted: dict[Dispatcher, Traffic] = {}  # what each had sent when last asked
         self._launched: dict[tuple[int, int], StepTraffic] = {}  # by layer and rows, the last
         self._late: set[int] = set()  # seats that these dispatchers do not wait for any more
+        self._interrupted = False  # nobody is waited for any more, and nobody is named for that
 
     def __getitem__(self, layer: int) -> Dispatcher:
         """What carries the rows of `layer` (decoder index). KeyError before `join`."""
@@ -61,6 +62,7 @@ class RankDispatchers:
         asks for it, they are measured first.
         """
         self.leave()
+        self._interrupted = False
         self._plans = self._costs.choose(planned, self._spec_of, group)
         for layer, plan in self._plans.items():
             for span in plan.dispatchers:
@@ -90,7 +92,10 @@ class RankDispatchers:
         self._counted, self._launched, self._late = {}, {}, set()
 
     def interrupt(self) -> None:
-        """Ends every dispatcher's waits for other ranks: the group has ended. From any thread."""
+        """Ends every dispatcher's waits for other ranks: the group has ended, and no step has an answer any
+        more, as `late` says. From any thread.
+        """
+        self._interrupted = True  # before a wait ends, whose step then goes on without rows
         for dispatcher in list(self._built.values()):
             dispatcher.interrupt()
 
@@ -150,7 +155,12 @@ class RankDispatchers:
 
         Raises PeersLate, naming them, where the configuration says that a step fails without them, and from
         then on for every step until the dispatchers are built anew: nobody waits for those members any more.
+        So it does after `interrupt`.
         """
+        if self._interrupted:
+            raise PeersLate(
+                f"layer {layer}: the group has ended, and rows of others may not be in the answer"
+            )
         late = self._of_layer[layer].late()
         self._late.update(late)
         spec = self._specs[layer]

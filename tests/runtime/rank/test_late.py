@@ -116,6 +116,21 @@ def test_steps_fail_by_the_names_of_the_late_until_the_dispatchers_are_built_ane
     assert {(spec.patience, spec.on_late) for spec in Impatient.built} == {(1.5, "fail")}
 
 
+@pytest.mark.parametrize("on_late", ["fail", "drop"])
+@pytest.mark.usefixtures("impatient")
+def test_a_step_whose_waits_were_ended_has_no_answer(path: Path, on_late: str) -> None:
+    """Nobody was late for it, and what it went without is in no list."""
+    Impatient.patient = True
+    rank = stepped(rank_of(path, on_late=on_late))
+    assert rank.late(0) == ()
+    rank.interrupt()
+    for layer in (0, 1):
+        with pytest.raises(PeersLate, match=f"layer {layer}: the group has ended"):
+            rank.late(layer)
+    rank.join()
+    assert stepped(rank).late(0) == ()
+
+
 @pytest.mark.usefixtures("impatient")
 def test_dropped_rows_are_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rank = stepped(rank_of(path, on_late="drop", timeout_seconds=7.0, late_seconds=0.0))

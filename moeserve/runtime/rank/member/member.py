@@ -272,8 +272,8 @@ class Member:
         else:
             self._close_lane(reason)
         self._group.close(reason)
-        # Callers of the step under way have been told: nothing waits for a dead rank, which
-        # peer memory would do until its patience ends.
+        # Nothing waits for a dead rank, which peer memory would do until its patience ends; what goes on
+        # without its rows is no answer, and jobs without one are kept, or have been told.
         self._rank.interrupt()
         self._group.interrupt()
         self.on_end()

@@ -18,6 +18,7 @@ from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
 from moeserve.runtime.planning.passes import rows_wire
+from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
@@ -285,6 +286,10 @@ class MemberRuns:
             flight.event.synchronize()
             self._rank.late(next(iter(self._rank.plans)))  # raises where a kernel's wait has expired
             told = flight.read()
+        except PeersLate as ended:
+            lost = str(ended)
+            self._over(lambda: of.lost(lost))
+            return
         except Exception as error:
             log.exception("a run of a pass failed")
             why = f"it failed: {type(error).__name__}: {error}"
