@@ -11,9 +11,10 @@ import torch
 
 from moeserve.device.machine import Machine, machine_named, this_machine, torch_device
 from moeserve.device.residency import hold
+from moeserve.dispatch.backends import dispatcher_named
 from moeserve.proto.heap import Trimming, keep_freed_memory
 from moeserve.runtime.config import Config
-from moeserve.runtime.sections import ConfigError
+from moeserve.runtime.sections import AUTO, ConfigError
 
 
 def machine_for(config: Config) -> Machine:
@@ -40,14 +41,17 @@ def own_device(config: Config, machine: Machine, at: int) -> str:
 def group_backend(config: Config, machine: Machine, on_host: int) -> str:
     """What ranks on such machines form their process group with. on_host: ranks on this one.
 
-    NCCL refuses ranks of one GPU. Where they share it, for trials, gloo does: dispatchers over peer memory
-    only meet by it.
+    Dispatchers over peer memory only meet by it. Where one was named, gloo serves them: its groups form and
+    end in milliseconds, and NCCL's in half a second, in which nothing is served. NCCL also refuses ranks of
+    one GPU, which they may share for trials.
     """
     if machine.device == "cpu":
         return "gloo"
     one_host = on_host == config.parallel.mesh.ranks
-    shared = config.passes.share_gpu and one_host and on_host > torch.cuda.device_count()
-    return "gloo" if shared else "nccl"
+    shared = config.passes.share_gpu and on_host > torch.cuda.device_count()
+    named = config.plan.all2all_backend
+    over_peers = named != AUTO and dispatcher_named(named).living
+    return "gloo" if one_host and (shared or over_peers) else "nccl"
 
 
 SWITCH_SECONDS = 0.0001

@@ -62,6 +62,7 @@ class Rank:
         self._book: AddressBook | None = None
         self._epoch: Epoch | None = None  # as it was loaded last
         self._number = 0  # of the last step since the dispatchers were built
+        self._joins = 0  # groups that it was in
         self.timed_every = TIMED_EVERY  # of so many steps of a service a device times one
         self.runs_held: Callable[[], RunsHeld] = RunsHeld  # what runs of callers' GPUs hold of its device
 
@@ -150,7 +151,7 @@ class Rank:
         over it. Where several could serve and the configuration asks for it, they are measured first.
         """
         self.leave()
-        self._number = 0
+        self._number, self._joins = 0, self._joins + 1
         self.plans = self._dispatchers.join(self._planned, group)
         self._warming.grouping(self.plans, self._place.held)
         self._warm_steps()
@@ -165,7 +166,8 @@ class Rank:
         def run(layer: int, rows: LaneRows) -> Tensor:
             return self.step(layer, rows, (*(0,) * lane, rows.hidden.shape[0]))[0]
 
-        self._warming.steps(self.plans, run, self._runner.graphs.most_rows)
+        recorded = self._runner.graphs.most_rows if self._joins == 1 else 0  # else callers wait meanwhile
+        self._warming.steps(self.plans, run, recorded)
         if self._number >= FIRST_NUMBER:
             raise RuntimeError(
                 f"rank {self.index}: {self._number} warm steps; a service's begin at {FIRST_NUMBER}"

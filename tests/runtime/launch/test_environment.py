@@ -47,3 +47,21 @@ def test_ranks_that_share_a_gpu_meet_without_nccl(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = Config().with_values({"parallel.data_parallel_size": 2, "passes.share_gpu": shares})
     assert environment.group_backend(config, machine_named(machine, ()), on_host) == backend
+
+
+@pytest.mark.parametrize(
+    ("named", "on_host", "backend"),
+    [
+        ("nvlink_ll", 2, "gloo"),
+        ("nvlink_ht", 2, "gloo"),
+        ("nvlink_ll", 1, "nccl"),  # the other rank is on another host
+        ("all2allv", 2, "nccl"),
+        ("auto", 2, "nccl"),
+    ],
+)
+def test_ranks_that_only_meet_by_their_group_form_it_by_gloo(
+    monkeypatch: pytest.MonkeyPatch, named: str, on_host: int, backend: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = Config().with_values({"parallel.data_parallel_size": 2, "plan.all2all_backend": named})
+    assert environment.group_backend(config, machine_named("h100", ()), on_host) == backend
