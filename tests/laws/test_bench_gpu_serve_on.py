@@ -1,4 +1,4 @@
-"""`bench/service/gpu_serve_on.py`: lines of a log become moments, and answers what a caller saw."""
+"""`gpu_serve_on`: lines of a log become moments, and answers what a caller saw."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_owner_of_shadows_holds_its_own_experts_alone() -> None:
 
 def test_sockets_of_a_killed_process_are_timed(tmp_path: Path) -> None:
     out = tmp_path / "found.jsonl"
-    words = f"-m bench.service.gpu_serve_on --sockets --ranks 64 --seconds 30 --out {out}"
+    words = f"-m bench.service.serving_on.gpu_serve_on --sockets --ranks 64 --seconds 30 --out {out}"
     subprocess.run([sys.executable, *words.split()], check=True, timeout=100)
     for record in map(json.loads, out.read_text().splitlines()):
         assert 0.0 < record["peers"]["older, ms"] < 30e3

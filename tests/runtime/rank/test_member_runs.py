@@ -168,9 +168,6 @@ def test_what_cannot_be_launched_is_told_by_name(house: House) -> None:
     house.step()
     assert house.caller.heard == [("lost", "the group forms anew")], "it has grown since"
     house.epoch.members = [1]
-    house.span.dispatcher.name = "nvlink_ll"
-    assert "layer 3: nvlink_ll carries rows" in str(house.asked())
-    house.span.dispatcher.name = "local"
     house.device.fails = ValueError("layer 3 reads a count on the host")
     assert "it cannot be launched: ValueError: layer 3 reads" in str(house.asked())
     house.device.fails = None
@@ -228,6 +225,17 @@ def test_in_a_group_of_several_the_head_is_asked(house: House) -> None:
     house.caller.heard = []
     house.runs.interrupt()
     assert house.caller.heard == [("lost", "the group forms anew")], "nobody orders it any more"
+
+
+def test_a_member_that_has_lost_all_others_asks_the_head_as_before(house: House) -> None:
+    """Its steps have numbers that the head gives, by which others will join."""
+    told: list[dict[str, object]] = []
+    house.group.tell = told.append
+    house.group.serving(4)
+    house.span.dispatcher.name, house.span.dispatcher.living = "nvlink_ll", True
+    house.runs.check(8, 5.0)
+    house.runs.begin(RUN, house.caller, 0)
+    assert [message["kind"] for message in told] == ["run"] and house.caller.heard == []
 
 
 def test_where_a_group_of_several_takes_no_rows_of_gpus_is_said_by_name(house: House) -> None:

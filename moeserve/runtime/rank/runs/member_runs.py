@@ -28,7 +28,7 @@ from moeserve.runtime.rank.runs.runs import Flight, OwnerLane, PassRuns, Run
 log = logging.getLogger(__name__)
 
 ALONE = "local"
-"""The dispatcher of a group of one."""
+"""The dispatcher of a group that never had another member."""
 
 
 def why_not(machine: Machine) -> str:
@@ -104,7 +104,11 @@ class MemberRuns:
 
     @property
     def _alone(self) -> bool:
-        return len(self._rank.epoch.members) == 1
+        """Whether runs are launched without the head's word. A group of several that has lost all others but
+        this one keeps what carries its rows, whose steps count numbers that the head gives.
+        """
+        spans = (span for plan in self._rank.plans.values() for span in plan.dispatchers)
+        return len(self._rank.epoch.members) == 1 and all(span.dispatcher.name == ALONE for span in spans)
 
     @property
     def most_seconds(self) -> float:
@@ -125,18 +129,8 @@ class MemberRuns:
         """
         if not self._rank.loaded:
             raise CannotRun("this rank has loaded no experts yet; attach again when the service serves")
-        if self._alone:
-            self._check_alone()
-        else:
+        if not self._alone:
             self._check_group(min(padded_rows(rows), self.most_rows), patience)
-
-    def _check_alone(self) -> None:
-        for layer, plan in self._rank.plans.items():
-            if other := {span.dispatcher.name for span in plan.dispatchers} - {ALONE}:
-                raise CannotRun(
-                    f"layer {layer}: {', '.join(sorted(other))} carries rows, as in a group of several; "
-                    f"device lanes of a GPU are served where {ALONE} carries them"
-                )
 
     def _check_group(self, rows: int, patience: float) -> None:
         if self._rank.member.lane is None:
@@ -263,11 +257,6 @@ class MemberRuns:
             return None
         if not self._alone:  # it has grown since
             of.lost(ANEW)
-            return None
-        try:
-            self._check_alone()
-        except CannotRun as why:
-            of.lost(str(why))
             return None
         if waits := self._closed(run):
             of.lost(waits)
