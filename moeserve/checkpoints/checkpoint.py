@@ -106,6 +106,10 @@ class Checkpoint:
         """Bytes of tensors that this object has read so far."""
         return self._store.bytes_read
 
+    def unmap(self) -> None:
+        """Lets go of the maps of its files, once experts have been read; see `TensorStore.unmap`."""
+        self._store.unmap()
+
     def scheme(self, layer: int) -> Scheme:
         """The formats of the experts of `layer` once they are loaded: of weights and of activations."""
         return self._stored(layer).scheme

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +100,9 @@ class TensorStore:
         self.directory = directory
         self.entries: dict[str, Entry] = {}
         self.bytes_read = 0
-        self._open: dict[Path, Any] = {}
+        self._mapped: dict[Path, Any] = {}
+        self._descriptors: dict[Path, int] = {}  # kept: what a path names may change
+        weakref.finalize(self, _close, self._descriptors)
         index = directory / INDEX
         placed = _weight_map(index) if index.is_file() else {}
         files = sorted(set(placed.values())) or sorted(path.name for path in directory.glob("*.safetensors"))
@@ -126,14 +129,34 @@ class TensorStore:
         """Returns `name[index]` in the file's dtype: a view of the memory map, to be copied if it is kept."""
         entry = self.entries[name]
         try:
-            if entry.file not in self._open:
-                with opened(entry.file) as stream:  # by its descriptor: what the path names may change
-                    self._open[entry.file] = safe_open(f"/proc/self/fd/{stream.fileno()}", framework="pt")
-            found: Tensor = self._open[entry.file].get_slice(name)[index or ...]
+            found: Tensor = self._map(entry.file).get_slice(name)[index or ...]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read tensor {name} from {entry.file}: {error}") from error
         self.bytes_read += found.nbytes
         return found
+
+    def unmap(self) -> None:
+        """Lets go of all maps, from any thread; what is read later is mapped again, from the same files.
+
+        Pages that were read stay in the system's cache. A process with maps takes 20 ms a GB longer to end.
+        """
+        self._mapped = {}
+
+    def _map(self, file: Path) -> Any:
+        mapped, found = self._mapped, self._mapped.get(file)
+        if found is None:
+            if file not in self._descriptors:
+                with opened(file) as stream:
+                    ours = os.dup(stream.fileno())
+                if self._descriptors.setdefault(file, ours) != ours:
+                    os.close(ours)  # another thread was first
+            found = mapped[file] = safe_open(f"/proc/self/fd/{self._descriptors[file]}", framework="pt")
+        return found
+
+
+def _close(descriptors: dict[Path, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -52,6 +52,7 @@ class Caller(LaneWords):
     most_seconds: float = math.inf
     loaded: bool = True  # what steps need
     retired: int = 0  # lanes whose memory is to be freed
+    makes_room: bool = False  # others' runs are under way meanwhile
     ahead: float = AHEAD
 
     def __post_init__(self) -> None:
@@ -431,6 +432,15 @@ def test_no_forward_pass_is_launched_before_its_rows_where_that_may_harm(caller:
     caller.retired = int(why == "a lane to be freed")
     caller.loaded = why != "not loaded"
     assert not caller.look() and len(caller.begun) == 3
+
+
+def test_no_run_begins_until_memory_of_others_is_freed(caller: Caller) -> None:
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    caller.bring(0, 0)
+    caller.makes_room = True
+    assert caller.look() and not caller.begun, "its caller wants steps, as others see"
+    caller.makes_room = False
+    assert caller.look() and len(caller.begun) == 1
 
 
 def test_stages_come_one_after_another_into_one_run(caller: Caller) -> None:

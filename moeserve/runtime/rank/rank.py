@@ -99,6 +99,7 @@ class Rank:
         for position in range(epoch.placement.layers):
             self.meter.moved(position)
         self.warm()
+        self.served.checkpoint.unmap()
         release_cached(self.device)  # what loading and the largest warm batch took
 
     @property

@@ -260,8 +260,12 @@ class DeviceLanes:
         if name in self._coming or any(attached.name == name for attached in self._lanes.values()):
             raise NameTaken(f"a device lane named {name!r} is attached here; detach it, or take another name")
         most, retired = self._limits.lanes, 0 if self.mail is None else self.mail.retired
-        if len(self._lanes) + len(self._leaving) + len(self._coming) + retired >= most:
-            raise LanesTaken(f"{len(self._lanes)} device lanes are attached, and passes.lanes is {most}")
+        others = len(self._leaving) + len(self._coming) + retired
+        if len(self._lanes) + others >= most:
+            more = f", {others} are coming or leaving" if others else ""
+            raise LanesTaken(
+                f"{len(self._lanes)} device lanes are attached{more}, and passes.lanes is {most}"
+            )
 
     def _leave(self, attached: Attached, why: str) -> None:
         """Ends a lane that is in the table no more; its memory goes when its steps have ended."""

@@ -151,11 +151,12 @@ class MailLane(AnnouncedLane):
         if under_way.early is not None:
             self._look_for_early(under_way, now)
         with self._lock:
-            run = None if self._concluded() else self._next_run(under_way, now)
+            held = self._runs.makes_room  # others see that this caller wants steps, and wait for nobody
+            run = None if self._concluded() or held else self._next_run(under_way, now)
             demanded = under_way.demanded
             self._concluded()  # the caller may be late
         if run is None:
-            return False
+            return held and bool(self._there(under_way))
         self._runs.begin(run, self, demanded)
         return True
 
@@ -192,7 +193,7 @@ class MailLane(AnnouncedLane):
             self._mail.lane.abort[0] = 0
         if run.full:
             return None
-        there = [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
+        there = self._there(run)
         alone = self.alone()
         if there and run.resting and run.begun:
             run.steady = bool(run.flying) or now - run.waited < self._terms.ahead
@@ -233,8 +234,7 @@ class MailLane(AnnouncedLane):
 
     def _foreseen(self, run: _Pass, there: list[int]) -> bool:
         """Whether a forward pass is launched before the rows of all its stages are there, with as many as the
-        last one had, of this pass or of one like it. Not while a lane's memory is to be freed, for which no
-        run may be under way.
+        last one had, of this pass or of one like it. Not while a lane's memory is to be freed.
         """
         between = run.alike and run.resting and run.early is None
         if there:
@@ -260,6 +260,10 @@ class MailLane(AnnouncedLane):
         """Rows and kind of a stage's step, as the caller says to this host; the device asks for itself."""
         head = self.memory.layout.header(stage)
         return self._box[head + m.COUNT], min(self._box[head + m.KIND], CHOICE + 1)
+
+    def _there(self, run: _Pass) -> list[int]:
+        """The stages whose next rows have come."""
+        return [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
 
     def _has_tag(self, run: _Pass, stage: int) -> bool:
         tag = self._box[self.memory.layout.header(stage) + m.TAG]

@@ -192,6 +192,11 @@ class MemberRuns:
         """Lanes that were detached, and whose memory is not free yet."""
         return len(self._retired)
 
+    @property
+    def makes_room(self) -> bool:
+        """Whether no run should begin now: a lane's memory is freed when those under way have ended."""
+        return bool(self._retired) and self._flying > 0
+
     def detach(self, mail: Mail) -> None:
         """Frees a lane's memory as soon as nothing runs on the device that could touch it."""
         with self._lock:

@@ -1,0 +1,66 @@
+"""Files of a checkpoint are mapped while experts are read, and not for as long as a process serves."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moeserve.checkpoints.store import TensorStore
+
+NAME = "model.safetensors"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TensorStore:
+    save_file({"one": torch.arange(1 << 16), "two": torch.zeros(3)}, tmp_path / NAME)
+    return TensorStore(tmp_path)
+
+
+def mapped(folder: Path) -> bool:
+    gc.collect()
+    return str(folder / NAME) in Path("/proc/self/maps").read_text()
+
+
+def test_nothing_stays_mapped_and_all_can_be_read_again(store: TensorStore, tmp_path: Path) -> None:
+    first = store.read("one", slice(2, 5)).clone()
+    assert mapped(tmp_path)
+    store.unmap()
+    assert not mapped(tmp_path)
+    assert torch.equal(store.read("one", slice(2, 5)), first)
+    view = store.read("one")
+    store.unmap()
+    assert mapped(tmp_path) and int(view[-1]) == (1 << 16) - 1, "what was read stays"
+
+
+def test_what_is_read_later_comes_from_the_same_file(store: TensorStore, tmp_path: Path) -> None:
+    store.read("two")
+    store.unmap()
+    save_file({"one": torch.zeros(1 << 16), "two": torch.ones(3)}, tmp_path / "other")
+    os.replace(tmp_path / "other", tmp_path / NAME)
+    assert not store.read("two").any()
+
+
+def test_no_descriptor_outlives_its_store(tmp_path: Path) -> None:
+    save_file({"one": torch.zeros(3)}, tmp_path / NAME)
+
+    def held() -> int:
+        gc.collect()
+        return sum(str(tmp_path) in target for target in map(_target, os.listdir("/proc/self/fd")))
+
+    made = TensorStore(tmp_path)
+    made.read("one")
+    assert held() == 1
+    del made
+    assert held() == 0
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # of the listing itself
+        return ""
