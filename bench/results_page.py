@@ -1,4 +1,4 @@
-"""Makes docs/results.md and docs/results-service.md of bench/results/*.jsonl: first what missed its aim, then
+"""Makes docs/results.md and the pages beside it of bench/results/*.jsonl: first what missed its aim, then
 a table a bench. The second page has the benches of a running service, the first all others.
 
 python -m bench.results_page            # writes the pages
@@ -38,7 +38,7 @@ class Page:
 
     def holds(self, bench: str) -> bool:
         """Whether the page shows a bench."""
-        return bench not in OF_A_SERVICE if self.benches is None else bench in self.benches
+        return bench not in OF_A_SERVICE | ON_GPUS if self.benches is None else bench in self.benches
 
 
 OF_A_SERVICE = frozenset(
@@ -48,12 +48,6 @@ OF_A_SERVICE = frozenset(
         "demo",
         "first_calls",
         "fuzz",
-        "gpu_colocated",
-        "gpu_hop",
-        "gpu_pass",
-        "gpu_pass_soak",
-        "gpu_serve_on",
-        "gpu_service",
         "hop",
         "hop_soak",
         "moves",
@@ -68,12 +62,17 @@ OF_A_SERVICE = frozenset(
 )
 """Benches that start a whole service."""
 
+ON_GPUS = frozenset(
+    {"gpu_colocated", "gpu_hop", "gpu_pass", "gpu_pass_soak", "gpu_serve_on", "gpu_service"},
+)
+"""Benches that start one on GPUs."""
+
 PAGES = (
     Page(
         ROOT / "docs" / "results.md",
         "Results",
         "Of kernels, dispatchers, layers, placement and numbers; those of a running service are in\n"
-        "[results-service.md](results-service.md).",
+        "[results-service.md](results-service.md), and of one on GPUs in [results-gpus.md](results-gpus.md).",
     ),
     Page(
         ROOT / "docs" / "results-service.md",
@@ -81,6 +80,13 @@ PAGES = (
         "Its calls, moves and models, and what becomes of it when ranks or callers misbehave; kernels,\n"
         "dispatchers, layers, placement and numbers are in [results.md](results.md).",
         OF_A_SERVICE,
+    ),
+    Page(
+        ROOT / "docs" / "results-gpus.md",
+        "Results of a service on GPUs",
+        "Calls, rows of callers' GPUs, and lost ranks; what a service does without GPUs is in\n"
+        "[results-service.md](results-service.md).",
+        ON_GPUS,
     ),
 )
 
@@ -131,10 +137,58 @@ VIEWS = (
     View(
         "gpu_pass",
         "A layer from a caller's GPU, beyond its step; 56 FP8 layers of 7168 x 2048, top-8",
-        r"(?P<line>.+)",
+        r"(?P<line>hop, .+)",
         "{line}",
         "ours",
         facts=("p99", "layer", "layer, rows as they are", "step", "prototype", "host us a pass"),
+    ),
+    View(
+        "gpu_pass",
+        "A decode loop of 58 layers: a layer, with attention on the caller's GPU",
+        r"(?P<line>decode, .+)",
+        "{line}",
+        "ours",
+        facts=("attention", "experts", "bound", "announced each", "passes"),
+    ),
+    View(
+        "gpu_pass",
+        "A small caller beside a big one",
+        r"(?P<line>a caller of .+)",
+        "{line}",
+        "ours",
+        facts=("alone p50", "beside p50", "big step", "small step"),
+    ),
+    View(
+        "gpu_pass_soak",
+        "Callers' GPUs for a minute, every answer compared, while others are killed, stopped and detached",
+        r"(?P<line>.+)",
+        "{line}",
+        "bad",
+        facts=("answers", "wrong", "other bits", "failed", "longest gap ms", "passes a second"),
+    ),
+    View(
+        "gpu_serve_on",
+        "Owners on GPUs are killed or stopped: the longest gap between right answers, less a call",
+        r"(?P<line>.+): longest interruption",
+        "{line}",
+        "ours",
+        facts=("losing", "returning", "whole", "call_ms", "right", "events"),
+    ),
+    View(
+        "gpu_serve_on",
+        "And what went wrong in all of these events",
+        r"(?P<line>.+): wrong, .+",
+        "{line}",
+        "ours",
+        facts=("wrong", "failed", "raw", "missing", "processes", "events"),
+    ),
+    View(
+        "gpu_serve_on",
+        "How late a killed process closes a connection that it opened before it used its GPU, and after",
+        r"(?P<line>a killed process .+): its last socket closes",
+        "{line}",
+        "ours",
+        facts=("younger, ms", "older, ms", "ended, ms"),
     ),
     View(
         "serve_on",
