@@ -93,6 +93,9 @@ PAGES = (
 DOORS = ("front door", "lane 0", "lane 1")
 """Where bench/service/faults/fuzz.py sends calls."""
 
+TURNS = ("alone", "killed", "half way", "stopped", "detached", "garbage", "asked")
+"""What others do beside the callers of bench/service/passes/gpu_soak.py."""
+
 VIEWS = (
     View(
         "demo",
@@ -164,7 +167,26 @@ VIEWS = (
         r"(?P<line>.+)",
         "{line}",
         "bad",
-        facts=("answers", "wrong", "other bits", "failed", "longest gap ms", "passes a second"),
+        facts=(
+            *(
+                "answers",
+                "wrong",
+                "other bits",
+                "failed",
+                "others failed",
+                "longest gap ms",
+                "passes a second",
+            ),
+            *("rank MiB at first", "rank MiB", "GPU 0 MiB at first", "GPU 0 MiB"),
+        ),
+        hidden=(
+            *(
+                f"{who} MiB{when}"
+                for who in ("head", "steady callers", "GPU 1")
+                for when in (" at first", "")
+            ),
+            *(f"{what}, {turn}" for what in ("gap ms", "turns") for turn in TURNS),
+        ),
     ),
     View(
         "gpu_serve_on",
@@ -173,6 +195,7 @@ VIEWS = (
         "{line}",
         "ours",
         facts=("losing", "returning", "whole", "call_ms", "right", "events"),
+        hidden=("p50", "all_layers", "other_bits"),
     ),
     View(
         "gpu_serve_on",
