@@ -143,7 +143,7 @@ class DeviceLanes:
             limits.patience,
             limits.answer,
             lambda status: self.on_pass(status),
-            ahead=limits.ahead,
+            ahead=min(limits.ahead, limits.patience / 2),  # the device waits for no longer than its patience
         )
         memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
         handle, wire = b"", ""
