@@ -53,6 +53,7 @@ class Caller(LaneWords):
     loaded: bool = True  # what steps need
     retired: int = 0  # lanes whose memory is to be freed
     makes_room: bool = False  # others' runs are under way meanwhile
+    most_steps: int = 4096  # of a run that is recorded
     ahead: float = AHEAD
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class Caller(LaneWords):
                 self.bring(stage, step, count)
             assert self.look()
             if step < 4:
-                self.lane.ran(Told(0, (step + 2,) * len(counts)), 1)
+                self.lane.ran(Told(0, (step + 2,) * len(counts), 2 * len(counts)), 1)
             for stage, count in enumerate(counts):
                 self.bring(stage, step + 1, count)
         return 6
@@ -384,7 +385,7 @@ def test_a_forward_pass_is_launched_before_its_rows_where_they_came_at_once_befo
     assert (run.steps, run.rows, run.kind, run.least) == (((3, 0), (5, 0)), 8, CHOICE, 5)
     caller.lane.ran(Told(0, (first, 0)), 1)
     assert not caller.look(), "its rows are not there, and no other is launched"
-    caller.bring(0, first)
+    caller.bring(0, first, count=5)
     assert caller.look(), "they are there: the next one"
     assert not caller.aborted and len(caller.begun) == 5
     assert all(run.least == 0 for run, _ in caller.begun[:3])
@@ -422,7 +423,9 @@ def test_a_first_step_of_other_rows_is_launched_anew_for_as_many(caller: Caller)
     assert (run.rows, run.kind, run.again, run.least) == (1, LOGITS, True, 0) and caller.ended is None
 
 
-@pytest.mark.parametrize("why", ["company", "a lane to be freed", "switched off", "not loaded"])
+@pytest.mark.parametrize(
+    "why", ["company", "a lane to be freed", "switched off", "not loaded", "not recorded"]
+)
 def test_no_forward_pass_is_launched_before_its_rows_where_that_may_harm(caller: Caller, why: str) -> None:
     caller.standing([3, 5], flags=m.ANY_WEIGHTS)
     if why == "switched off":
@@ -431,6 +434,7 @@ def test_no_forward_pass_is_launched_before_its_rows_where_that_may_harm(caller:
     caller.lane.alone = lambda: why != "company"
     caller.retired = int(why == "a lane to be freed")
     caller.loaded = why != "not loaded"
+    caller.most_steps = 1 if why == "not recorded" else 4096
     assert not caller.look() and len(caller.begun) == 3
 
 
@@ -446,9 +450,9 @@ def test_no_run_begins_until_memory_of_others_is_freed(caller: Caller) -> None:
 def test_stages_come_one_after_another_into_one_run(caller: Caller) -> None:
     """Each has its attention first, so that the last one's rows come long after those of the first."""
     caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
-    first = caller.steady((2, 7))
-    caller.lane.ran(Told(0, (first, first)), 1)
-    caller.bring(0, first, count=3)
+    first = caller.steady((6, 7))
+    caller.lane.ran(Told(0, (first, first), 4), 1)
+    caller.bring(0, first, count=5)
     assert caller.look() and not caller.look()
     run, _ = caller.begun[3]
     assert (run.steps, run.rows, run.least) == (((3, 0), (3, 1), (5, 0), (5, 1)), 8, 0)
@@ -460,9 +464,9 @@ def test_stages_come_one_after_another_into_one_run(caller: Caller) -> None:
 
 def test_a_stage_that_does_not_come_is_not_waited_for_long(caller: Caller) -> None:
     caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
-    first = caller.steady((2, 7))
-    caller.lane.ran(Told(0, (first, first)), 1)
-    caller.bring(0, first)
+    first = caller.steady((6, 7))
+    caller.lane.ran(Told(0, (first, first), 4), 1)
+    caller.bring(0, first, count=6)
     assert caller.look()
     caller.look(AHEAD * 1.5)
     assert caller.mail.lane.abort[0] == YIELD
@@ -472,19 +476,54 @@ def test_a_stage_that_does_not_come_is_not_waited_for_long(caller: Caller) -> No
     assert caller.begun[-1][0].steps == ((5, 0),), "it goes on step by step"
 
 
-def test_a_stage_of_few_rows_does_not_make_a_run_misfit(caller: Caller) -> None:
+def test_a_run_is_never_as_wide_as_rows_that_may_not_come_again(caller: Caller) -> None:
+    """The first stage's rows say whether the others' are as many as they were."""
     caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
-    caller.steady((2, 20))
+    first = caller.steady((2, 20))
+    assert not caller.look(), "the second stage may have fewer next time"
+    caller.lane.ran(Told(0, (first, first), 4), 1)
+    caller.bring(0, first, count=20)
+    caller.bring(1, first, count=20)
+    assert caller.look() and caller.begun[-1][0].rows == 32
+    for stage in (0, 1):
+        caller.bring(stage, first + 1, count=20)
+    caller.lane.ran(Told(0, (first + 2, first + 2), 4), 1)
+    caller.bring(0, first + 2, count=1)
+    assert not caller.look(), "after a prefill the other stage's rows are waited for"
+    caller.bring(1, first + 2, count=1)
+    assert caller.look() and caller.begun[-1][0].rows == 1
+
+
+def test_a_run_behind_one_that_had_fewer_steps_is_launched_anew_from_there(caller: Caller) -> None:
+    """As where a reload came between: steps of other weights are cut off, and what waits behind misfits."""
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    first = caller.steady()
     assert caller.look()
+    caller.lane.ran(Told(0, (first - 1, 0), 1), 1)
+    caller.bring(0, first - 1, count=5)
+    caller.lane.ran(Told(MISFIT, (first - 1, 0)), 1)
+    assert caller.look() and caller.ended is None
     run, _ = caller.begun[-1]
-    assert (run.rows, run.least) == (32, 2), "its first step is the first stage's"
+    assert (run.steps, run.again, run.least) == (((5, 0),), True, 0)
+
+
+def test_a_caller_whose_rest_is_a_little_longer_is_steady_no_more(caller: Caller) -> None:
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    first = caller.steady()
+    assert caller.look()
+    caller.lane.ran(Told(0, (first, 0), 2), 1)
+    caller.look(AHEAD * 1.5)
+    caller.lane.ran(Told(MISFIT, (first, 0)), 1)
+    caller.bring(0, first, count=5)
+    assert caller.look(AHEAD * 1.6)
+    assert not caller.look(AHEAD * 1.7), "no other behind it"
 
 
 def test_a_pass_like_the_one_before_waits_for_its_stages_in_one_run(caller: Caller) -> None:
     for number in (1, 2, 3):
         caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
         caller.look()
-        caller.bring(0, 0, count=3)
+        caller.bring(0, 0, count=5)
         if number == 1:
             caller.bring(1, 0, count=6)
         assert caller.look()
@@ -495,7 +534,7 @@ def test_a_pass_like_the_one_before_waits_for_its_stages_in_one_run(caller: Call
         for stage, step in ((1, 0), (0, 1), (1, 1)):
             caller.bring(stage, step, count=6)
         caller.look()
-        caller.lane.ran(Told(0, (2, 2)), 1)
+        caller.lane.ran(Told(0, (2, 2), 4), 1)
         caller.look()
         caller.box[m.GIVEN_UP] = caller.number
         caller.look()

@@ -233,7 +233,8 @@ class OwnerKernels:
         `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
         """
         layout, padded = self._layout, room.hidden.shape[0]
-        rows, blocks = _rows(layout, (stage, layer), room), layout.readers_of(padded)
+        logits = 0 if room.weights is not None else room.route.shape[1] // 4
+        rows, blocks = _rows(layout, (stage, layer), room), layout.readers_of(padded, logits)
         awaited = blocks > FEW_BLOCKS
         if awaited:
             self._await.launch(1, MOST_BLOCKS, {"lines_at": rows["lines_at"], "stage": stage})

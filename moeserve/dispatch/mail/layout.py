@@ -107,9 +107,11 @@ class MailLayout:
         """Among how many blocks `rows` rows are divided when they are written; `blocks_of` in mail.cu."""
         return min(self.blocks, max(1, rows * self.row_words // SHARE_WORDS))
 
-    def readers_of(self, rows: int) -> int:
-        """How many blocks read them; more than FEW_BLOCKS do not wait by themselves."""
-        few = rows * self.row_words <= FEW_SHARES * SHARE_WORDS
+    def readers_of(self, rows: int, beside: int = 0) -> int:
+        """How many blocks read them; more than FEW_BLOCKS do not wait by themselves. beside: 16-byte words of
+        logits that come with each.
+        """
+        few = rows * (self.row_words + beside) <= FEW_SHARES * SHARE_WORDS
         return min(self.blocks_of(rows), FEW_BLOCKS) if few else self.blocks_of(rows)
 
     @property

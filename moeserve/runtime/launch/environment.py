@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def group_backend(config: Config, machine: Machine, on_host: int) -> str:
     one_host = on_host == config.parallel.mesh.ranks
     shared = config.passes.share_gpu and on_host > torch.cuda.device_count()
     named = config.plan.all2all_backend
-    over_peers = named != AUTO and dispatcher_named(named).living
-    return "gloo" if one_host and (shared or over_peers) else "nccl"
+    over_peers = named != AUTO and dispatcher_named(named).living  # which refuse ranks of several hosts
+    return "gloo" if over_peers or (one_host and shared) else "nccl"
 
 
 SWITCH_SECONDS = 0.0001
@@ -64,14 +65,27 @@ them change places in the middle of what each does for a call, and a change cost
 
 
 def tune_process() -> None:
-    """Sets this process's allocator and thread switching for serving. Only its owner may call it.
+    """Sets this process's allocator, thread switching and descriptors for serving; only its owner calls it.
 
     A launcher calls it in the processes that it starts, and `moeserve serve` in its own; a program that runs
     a `LocalCluster` inside itself keeps its settings, unless it calls this too.
     """
     keep_freed_memory()
+    _allow_descriptors()
     Trimming().start()
     sys.setswitchinterval(SWITCH_SECONDS)
+
+
+MOST_DESCRIPTORS = 1 << 16
+"""Of a process of a service: shards of checkpoints stay open, and each caller has connections."""
+
+
+def _allow_descriptors() -> None:
+    """Lets this process have more descriptors than the 1024 that shells start processes with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def set_environment(host: str) -> None:

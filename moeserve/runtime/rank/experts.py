@@ -133,6 +133,7 @@ class RankExperts:
             *(self._index, self._served.layers[position], lacking, *megabytes),
             time.perf_counter() - started,
         )
+        self._checkpoint(epoch.version(position)).unmap()
         self.on_held(epoch)
 
     def adopt(self, epoch: Epoch, position: int) -> None:

@@ -152,10 +152,11 @@ class Rank:
         over it. Where several could serve and the configuration asks for it, they are measured first.
         """
         self.leave()
-        self._number, self._joins = 0, self._joins + 1
+        self._number = 0
         self.plans = self._dispatchers.join(self._planned, group)
         self._warming.grouping(self.plans, self._place.held)
         self._warm_steps()
+        self._joins += 1
         release_cached(self.device)
 
     def _warm_steps(self) -> None:
@@ -167,7 +168,7 @@ class Rank:
         def run(layer: int, rows: LaneRows) -> Tensor:
             return self.step(layer, rows, (*(0,) * lane, rows.hidden.shape[0]))[0]
 
-        recorded = self._runner.graphs.most_rows if self._joins == 1 else 0  # else callers wait meanwhile
+        recorded = self._runner.graphs.most_rows if not self._joins else 0  # else callers wait meanwhile
         self._warming.steps(self.plans, run, recorded)
         if self._number >= FIRST_NUMBER:
             raise RuntimeError(

@@ -293,7 +293,7 @@ DEVICE u32 agree(u64* words, u32 count) {
 // is read is the caller's own.
 //
 // A step that was launched before anybody knew of its rows has in LEAST how few there may be, for as many as were
-// launched for: others, and those of another kind, are launched anew.
+// launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   if (args.awaited) await_launch();
@@ -309,8 +309,8 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
       u32 count = load_relaxed(&lines->count);
       if (args.awaited) count = (u32)(words[AGREED] - 1);
       else if (gridDim.x > 1) count = agree(words, count);
-      const bool other = kind != (u32)args.kind;
-      if (layer != (u32)args.layer || (other && !least) || count > (u32)args.most) {
+      const bool other = layer != (u32)args.layer || kind != (u32)args.kind;
+      if ((other && !least) || count > (u32)args.most) {
         note_end(words, REFUSED);
       } else if (other || count > (u32)args.padded || count < least) {
         note_end(words, MISFIT);
@@ -357,10 +357,14 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
     if (threadIdx.x == 0) note_end(words, LOST);
     __syncthreads();
   }
-  const u64 number = words[NUMBER], steps = words[STEPS + args.stage], ended = *(volatile u64*)(words + ENDED);
+  __shared__ u64 seen;  // once for all threads: another block may end the pass meanwhile
+  if (threadIdx.x == 0) seen = *(volatile u64*)(words + ENDED);
+  const u64 number = words[NUMBER], steps = words[STEPS + args.stage];
   const u32 count = (u32)words[TAKEN], epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
   u8* answers = (u8*)words[ANSWERS];
   const u64 tag = tag_of(number, steps);
+  __syncthreads();
+  const u64 ended = seen;
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   if (blockIdx.x == 0 && threadIdx.x == 0) words[AGREED] = 0;  // of the next step
   if (ended == MISFIT) return;
@@ -391,7 +395,7 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
 // multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
-// kernel behind it may begin as soon as the first line is there, and waits until this one is over.
+// kernel behind it may begin as soon as all lines are there, and waits until this one is over.
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
@@ -406,6 +410,7 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
     }
   }
   __syncthreads();
-  begin_next();
   if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);
+  __syncthreads();
+  begin_next();
 }

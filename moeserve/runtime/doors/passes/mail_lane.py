@@ -10,6 +10,7 @@ come one by one; so is everywhere one that was launched before its rows, and wai
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class _Pass:
     fitted: list[int] = field(default_factory=list)  # steps of each stage when a run was left last
     again: bool = False  # the next run begins where one had to stop
     ends: tuple[Status, str] | None = None
+    answered: float = -math.inf  # when a run ended last that gave answers
     steady: bool = False  # its caller brings the rows of the next forward pass soon, as it did before
     early: list[int] | None = None  # steps of each stage before a run that was launched before its rows
 
@@ -103,6 +105,7 @@ class MailLane(AnnouncedLane):
         self.alone: Callable[[], bool] = lambda: True  # nobody else wants the rank's steps now
         self._pass: _Pass | None = None
         self._usual: tuple[tuple[int, ...], int] | None = None  # layers and stages of a whole forward pass
+        self._padded = 0  # rows of the last run of one
         self._lock = threading.Lock()
 
     @property
@@ -196,7 +199,7 @@ class MailLane(AnnouncedLane):
         there = self._there(run)
         alone = self.alone()
         if there and run.resting and run.begun:
-            run.steady = bool(run.flying) or now - run.waited < self._terms.ahead
+            run.steady = bool(run.flying) or now - run.answered < self._terms.ahead
         foreseen = alone and self._foreseen(run, there)
         if not there and not foreseen:
             self._look_for_late(run, now)
@@ -219,7 +222,7 @@ class MailLane(AnnouncedLane):
         run.slow = run.slow and not run.resting
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
         if together and alone and not run.slow and self._runs.leads(made):
-            run.waits = True
+            run.waits, self._padded = True, rows
             if len(there) < len(run.sent):
                 run.early = list(run.sent)
         elif not there:
@@ -234,14 +237,19 @@ class MailLane(AnnouncedLane):
 
     def _foreseen(self, run: _Pass, there: list[int]) -> bool:
         """Whether a forward pass is launched before the rows of all its stages are there, with as many as the
-        last one had, of this pass or of one like it. Not while a lane's memory is to be freed.
+        last one had, of this pass or of one like it, of which the first stage has the most. Not while a
+        lane's memory is to be freed.
         """
         between = run.alike and run.resting and run.early is None
         if there:
             known = run.steady or (not run.begun and self._usual == (run.said.layers, run.said.stages))
             expected = known and 0 in there
         else:
-            expected = run.steady and run.said.standing and run.flying == 1
+            whole = len(run.ahead()) <= self._runs.most_steps  # the one that runs, too
+            expected = run.steady and run.said.standing and run.flying == 1 and whole
+        if expected:  # a step is computed for as many rows as a call's is
+            count = min(self._header(0)[0], self._layout.rows)
+            expected = min(padded_rows(count), self._runs.most_rows) == self._padded
         return between and expected and self._terms.ahead > 0 and not self._runs.retired
 
     def _look_for_early(self, run: _Pass, now: float) -> None:
@@ -286,10 +294,11 @@ class MailLane(AnnouncedLane):
         with self._lock:
             run = self._pass
             assert run is not None
+            run.since = run.waited = now = time.monotonic()  # before the count: a look may come in between
+            run.answered = now if told.answered else run.answered
             run.flying -= 1
             self.counts.steps += told.answered
             run.version = run.version or version
-            run.since = run.waited = time.monotonic()
             stages = len(run.sent)
             done = set(told.steps[:stages])
             if not told.ended and len(done) == 1 and done.pop() % len(run.said.layers) == 0:

@@ -24,6 +24,7 @@ from moeserve.runtime.control.run_messages import (
     ordered_from,
 )
 from moeserve.runtime.control.stream import Message
+from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.runs.blank_runs import BlankRuns
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs
@@ -184,7 +185,10 @@ class GroupRuns:
                 self._rank.late(layer)  # raises where a member's sums are missing
             told = None if launched.own is None else launched.own[1].read()
         except Exception as error:
-            log.exception("run %d failed", number)
+            if isinstance(error, PeersLate):  # as all that was under way when the group ended
+                log.info("run %d has no answer: %s", number, error)
+            else:
+                log.exception("run %d failed", number)
             why = f"it failed: {type(error).__name__}: {error}"
             self.over(lambda: _lost(launched, why))
             self.failed(launched.entry, error)

@@ -194,8 +194,15 @@ class MemberRuns:
 
     @property
     def makes_room(self) -> bool:
-        """Whether no run should begin now: a lane's memory is freed when those under way have ended."""
-        return bool(self._retired) and self._flying > 0
+        """Whether no run should begin now: a lane's memory is freed when those under way have ended. In a
+        group of several it is not waited for: others' runs are under way too.
+        """
+        return bool(self._retired) and self._flying > 0 and self._alone
+
+    @property
+    def most_steps(self) -> int:
+        """Of a run that is launched whole, since it is recorded."""
+        return self._runs.most_steps
 
     def detach(self, mail: Mail) -> None:
         """Frees a lane's memory as soon as nothing runs on the device that could touch it."""

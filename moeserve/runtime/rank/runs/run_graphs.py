@@ -40,7 +40,7 @@ class RunGraphs:
 
     def __init__(self, most_steps: int = MOST_STEPS, capture: Capture | None = None) -> None:
         """most_steps: of all recorded runs together; longer runs are not recorded."""
-        self._most_steps, self._cuda = most_steps, CudaCapture()
+        self.most_steps, self._cuda = most_steps, CudaCapture()
         self._capture: Capture = capture or self._cuda
         self._graphs: OrderedDict[Hashable, tuple[Replay, int]] = OrderedDict()  # with its steps
         self._seen = set[Hashable]()  # single steps that were launched
@@ -81,7 +81,7 @@ class RunGraphs:
         if steps == 1 and key not in self._seen:
             self._seen.add(key)
             return None
-        if key in self._refused or steps > self._most_steps:
+        if key in self._refused or steps > self.most_steps:
             return None
         try:
             replay = self._capture(work)
@@ -94,7 +94,7 @@ class RunGraphs:
 
     def _keep(self, key: Hashable, replay: Replay, steps: int) -> None:
         held = self.steps
-        while self._graphs and held + steps > self._most_steps:
+        while self._graphs and held + steps > self.most_steps:
             _, (_, known) = self._graphs.popitem(last=False)
             held -= known
         self._graphs[key] = replay, steps

@@ -131,6 +131,7 @@ class PassRuns:
         self._graphs = graphs or RunGraphs()
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
         self._lanes = Counter[MailLayout]()
+        self._told = deque[tuple[torch.cuda.Event, Tensor]]()  # host memory that a kernel is yet to write
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
         with torch.cuda.device(self._device):
             load()
@@ -142,6 +143,11 @@ class PassRuns:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def most_steps(self) -> int:
+        """Of a run that is recorded; of a longer one the first steps alone are launched."""
+        return self._graphs.most_steps
 
     @property
     def recorded_steps(self) -> int:
@@ -202,6 +208,9 @@ class PassRuns:
         self._words.copy(self._now, lane.state, pinned[-1])
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
+        while self._told and self._told[0][0].query():  # type: ignore[no-untyped-call]
+            self._told.popleft()
+        self._told.append((event, pinned[-1]))
         return Flight(event, lane, bool(run.begins), pinned)
 
     def forget(self, lane: OwnerLane) -> None:
