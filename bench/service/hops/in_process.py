@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,17 @@ WARM_UP_STEPS = 8
 ORDER_SECONDS = 300.0
 NEVER = 1 << 40  # steps of which one is timed, where none is to be
 BUSY_CYCLES = 2_000_000  # of the GPU's clock, about 1 ms
+
+
+def end_all(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> None:
+    """Closes the pipes, at which the processes end, and kills those that do not within 20 s each."""
+    for pipe in pipes:
+        pipe.close()
+    for process in processes:
+        process.join(20)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 class InProcess:
@@ -67,13 +79,7 @@ class InProcess:
         return self
 
     def __exit__(self, *ended: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        end_all(self._pipes, self._processes)
         self._folder.cleanup()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.service.hops.in_process import end_all
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.shares import Batches, LongAttention, Passes, Share, divided, period
 from bench.service.passes.gpu.steps import check
@@ -92,13 +93,7 @@ class Colocated:
         return self
 
     def __exit__(self, *ended: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        end_all(self._pipes, self._processes)
 
 
 class _Rank:

@@ -20,7 +20,7 @@ from bench.lib.record import Result
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.attention import Attention
 from bench.service.passes.gpu.clock import Clock
-from bench.service.passes.gpu.steps import batches, check, steps_alone
+from bench.service.passes.gpu.steps import TurningRoutes, batches, check, steps_alone
 from bench.service.passes.gpu.through_service import HOME, Opened
 from bench.service.passes.gpu.two_streams import TwoStreams
 from moeserve.runtime.launch.torchrun import HostedRank
@@ -56,28 +56,14 @@ def cases(rows: Sequence[int] = ROWS) -> list[Case]:
 
 
 class Batches:
-    """Rows of all stages and steps of a pass. `renew`, as a part of the caller's graph, has other routes:
-    each expert is the one behind it, so that a row's experts stay distinct.
-    """
+    """Rows of all stages and steps of a pass, whose routes turn from pass to pass in the caller's graph."""
 
     def __init__(self, sizes: Sizes, rows: int, device: str) -> None:
-        self._experts = sizes.experts
         made = [one for stage in STAGES for one in batches(sizes, rows, device, LOOP, 1000 * stage)]
-        self._first = torch.stack([one.route for one in made])
-        self._ids, self._offset = self._first.clone(), torch.zeros((), dtype=torch.int32, device=device)
-        given = [one._replace(route=self._ids[at]) for at, one in enumerate(made)]
+        routes = TurningRoutes(torch.stack([one.route for one in made]), sizes.experts)
+        self.renew, self.rewind = routes.renew, routes.rewind
+        given = [one._replace(route=routes.ids[at]) for at, one in enumerate(made)]
         self.given = [given[at : at + LOOP] for at in range(0, len(given), LOOP)]  # by stage and step
-
-    def renew(self) -> None:
-        """Other routes than in the pass before."""
-        self._offset.add_(1)
-        torch.add(self._first, self._offset, out=self._ids)
-        self._ids.remainder_(self._experts)
-
-    def rewind(self) -> None:
-        """The next pass has the first routes; nothing is under way."""
-        self._offset.fill_(self._experts - 1)
-        torch.cuda.synchronize(self._offset.device)
 
 
 class Caller(Protocol):

@@ -17,6 +17,7 @@ from torch import Tensor
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.attention import Attention
 from bench.service.passes.gpu.loop import LOOP
+from bench.service.passes.gpu.steps import TurningRoutes
 from moeserve.torch import Rows, Way
 from moeserve.torch.attached_device import AttachedDevice
 from moeserve.torch.in_process import InProcess
@@ -67,16 +68,16 @@ class Batches:
 
     def __init__(self, sizes: Sizes, share: Share, device: str) -> None:
         made = [sizes.batch(share.rows, 1000 + at) for at in range(DISTINCT)]
-        self._layers, self._experts, self.device = sizes.layers, sizes.experts, device
+        self._layers, self.device = sizes.layers, device
         self.stages, self.most = len(share.stages), max(map(len, share.stages))  # rows of a stage
-        self._first = torch.stack([ids for _, ids, _ in made]).to(device)
-        self._ids, self._offset = self._first.clone(), torch.zeros((), dtype=torch.int32, device=device)
+        routes = TurningRoutes(torch.stack([ids for _, ids, _ in made]).to(device), sizes.experts)
+        self.renew, self.rewind = routes.renew, routes.rewind
         self._given: list[list[Rows]] = []
         for part in share.stages:
             own = slice(part.start, part.stop)
             self._given.append(
                 [
-                    Rows(hidden[own].to(device), self._ids[at, own], weights[own].to(device))
+                    Rows(hidden[own].to(device), routes.ids[at, own], weights[own].to(device))
                     for at, (hidden, _, weights) in enumerate(made)
                 ]
             )
@@ -84,17 +85,6 @@ class Batches:
     def at(self, stage: int, step: int) -> tuple[int, Rows]:
         """The layer of a step, and its rows of a stage."""
         return step % self._layers, self._given[stage][step % DISTINCT]
-
-    def renew(self) -> None:
-        """Other routes than in the pass before: each expert is the one behind it."""
-        self._offset.add_(1)
-        torch.add(self._first, self._offset, out=self._ids)
-        self._ids.remainder_(self._experts)
-
-    def rewind(self) -> None:
-        """The next pass has the first routes; nothing is under way."""
-        self._offset.fill_(self._experts - 1)
-        _synchronize(self.device)
 
 
 class Passes:

@@ -18,6 +18,28 @@ WARM_UP = 20
 BOUND = 1e-2  # of the largest value: sums of bf16 in another order
 
 
+class TurningRoutes:
+    """Chosen experts `ids`, int32 of any shape, which `renew` turns: each becomes the one behind it, so that
+    those of a row stay distinct. It may be a part of a graph.
+    """
+
+    def __init__(self, first: Tensor, experts: int) -> None:
+        self._first, self._experts, self.ids = first, experts, first.clone()
+        self._offset = torch.zeros((), dtype=torch.int32, device=first.device)
+
+    def renew(self) -> None:
+        """Other routes than in the pass before."""
+        self._offset.add_(1)
+        torch.add(self._first, self._offset, out=self.ids)
+        self.ids.remainder_(self._experts)
+
+    def rewind(self) -> None:
+        """The next pass has the first routes; nothing is under way."""
+        self._offset.fill_(self._experts - 1)
+        if self._offset.is_cuda:
+            torch.cuda.synchronize(self._offset.device)
+
+
 def batches(sizes: Sizes, rows: int, device: str, depth: int, seed: int = 1000) -> list[Given]:
     """What each of the layers of a pass gets: other rows and other routes."""
     made = [sizes.batch(rows, seed + at) for at in range(depth)]
