@@ -126,6 +126,13 @@ class Dispatcher(Protocol):
         """
         return
 
+    def part(self) -> bool:
+        """Lets go of all but what members that have yet to end may still write to. Whether there is any, for
+        `close` to free; where there is none, it is `close`.
+        """
+        self.close()
+        return False
+
     def close(self) -> None:
         """Frees buffers; the process group stays its owner's."""
 
@@ -218,6 +225,8 @@ class DispatchEntry:
     partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
     host_sync: bool = False  # reads counts on the host
     living: bool = False  # a GPU knows by `Dispatcher.living` whom it waits for no more
+    # where its group meets by gloo, members that have yet to end can do the next group's no harm
+    outlives: bool = False
     ordered: bool = True  # rows of a slot arrive in the order of lanes and of their rows
     permutes: bool = True  # groups and weighs rows by the kernels of `permute`, not by its own
     quantizes: bool = False  # the library rounds rows itself: codes may differ from the format's

@@ -1,8 +1,13 @@
 """Peer memory: what a rank stores into another's is there, one that cannot stops all, nothing is left."""
 
+import socket
+
 import pytest
 from parallel import parallel_launch
 from peer_memory_ranks import named_files, one_has_no_room, too_much_on_one, write_to_all
+
+from moeserve.dispatch.members import Member
+from moeserve.dispatch.peers.memory import PeerMemory, PeerOffer
 
 
 def test_every_rank_can_store_into_every_other() -> None:
@@ -22,6 +27,22 @@ def test_one_rank_without_memory_stops_all_with_its_reason() -> None:
 def test_what_one_rank_refuses_all_hear() -> None:
     heard = parallel_launch(2, one_has_no_room)
     assert all("seat 0 needs 8 bytes; 4 are free" in text and text.endswith("[]") for text in heard)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+def test_memory_that_was_parted_with_takes_what_a_peer_still_stores(device: str) -> None:
+    first, second = PeerMemory(4096, device), PeerMemory(4096, device)
+    if device == "cpu":  # a process does not open its own memory of a GPU
+        theirs = first.map(PeerOffer(Member(1, 1, 1), socket.gethostname(), 4096, second.handle(), ()))
+    else:
+        theirs = second.mine
+    second.part()
+    assert second.views == {}
+    theirs.fill_(7)
+    assert set(second.mine.tolist()) == {7}
+    for memory in (first, second):
+        memory.close()
+        memory.close()
 
 
 @pytest.mark.gpu(2)

@@ -129,6 +129,32 @@ def test_over_peer_memory_no_answer_lacks_what_a_lost_member_had(
         assert raw.failed == []
 
 
+@pytest.mark.parametrize("dispatcher", ["naive", "nvlink_ll"])
+def test_nobody_waits_for_the_end_of_a_process_that_harms_nobody(
+    checkpoint_path: Path, alone: Alone, dispatcher: str
+) -> None:
+    """A killed process of a GPU ends some 0.3 s after its connections have, and one may never end."""
+    given = EP4 | {"plan__all2all_backend": dispatcher, "balance__redundant_experts": 8}
+    with LocalCluster(house_config(checkpoint_path, **given)) as house:
+        parted = house.head.coordinator.generations.parted
+        seen, undead = parted.is_gone, house.pid(2)
+        assert seen is not None
+        parted.is_gone = lambda process: process.pid != undead and seen(process)
+        with Raw(house, alone, [0, 1, 3]) as raw:
+            time.sleep(0.5)
+            changes = Changes(house)
+            lost(house, 2)
+            changes.until(lambda was: was[:2] == ((0, 1, 3), "serving"), "it goes on")
+            assert [one.pid for one in parted._processes] == [undead]
+            time.sleep(0.5)
+            parted.is_gone = seen
+            house.head.coordinator.processes_told()
+            assert not parted._processes
+            whole(house)
+            time.sleep(0.5)
+        assert raw.failed == []
+
+
 def test_two_members_are_lost_at_once(checkpoint_path: Path, alone: Alone) -> None:
     with LocalCluster(house_config(checkpoint_path, balance__redundant_experts=24, **EP4)) as house:
         with Raw(house, alone, [0, 3]) as raw:

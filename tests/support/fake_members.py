@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -114,8 +114,12 @@ def form_again(members: Iterable[FakeMember]) -> Epoch:
     return last
 
 
-def serving(coordinator: Coordinator, members: Members) -> dict[int, FakeMember]:
-    """The members' processes, by seat, of a group that serves: prepared, joined, each at its position."""
+def serving(
+    coordinator: Coordinator, members: Members, *, waits: Collection[int] | None = None
+) -> dict[int, FakeMember]:
+    """The members' processes, by seat, of a group that serves: prepared, joined, each at its position. Those
+    of `waits` (None: all) say that a later group has to wait for the ends of this one's members.
+    """
     found = {seat: FakeMember(coordinator, seat) for seat in members.seats}
     for one in found.values():
         assert epoch_from(one.entry("prepare")["epoch"]).members == members
@@ -123,6 +127,6 @@ def serving(coordinator: Coordinator, members: Members) -> dict[int, FakeMember]
     for seat, one in found.items():
         joining = one.entry("join")
         assert (joining["position"], joining["size"]) == (members.position(seat), len(members))
-        one.say("joined")
+        one.say("joined", outlives=waits is not None and seat not in waits)
     coordinator.wait_serving(SECONDS)
     return found

@@ -117,6 +117,7 @@ ENTRY = DispatchEntry(
     archs=TORCH_ARCHS,
     buffer_bytes=lambda spec: 0,
     sliced=True,
+    outlives=True,
     unequal=True,
     partial_sums=PARTIAL_SUMS,
     verified=("cpu", "sm90"),

@@ -70,5 +70,6 @@ ENTRY = DispatchEntry(
     max_lanes=1,
     max_owners=1,
     sliced=True,
+    outlives=True,
     verified=("cpu", "sm90"),
 )

@@ -39,6 +39,7 @@ ENTRY = DispatchEntry(
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     living=True,
+    outlives=True,
     limits=Limits(top_k=MOST_CHOICES, hidden_multiple=HIDDEN_MULTIPLE, one_host=True),
     only_named=frozenset(("cpu",)),
     verified=("cpu", "sm90"),

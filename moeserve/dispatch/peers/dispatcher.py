@@ -274,6 +274,11 @@ class PeerDispatcher(Dispatcher):
         answer = self._spec.hidden * self._spec.dtype.itemsize
         return Traffic(copies * self._layout.record.nbytes, sums * answer)
 
+    def part(self) -> bool:
+        """Unmaps the others' memory and keeps this member's own; on a GPU it waits for the device."""
+        self._memory.part()
+        return True
+
     def close(self) -> None:
         """Unmaps and frees the peer memory; on a GPU it waits for the device."""
         self._memory.close()

@@ -42,6 +42,9 @@ class Mapped(Protocol):
     def mine(self) -> Tensor:
         """This member's memory, uint8 `[nbytes]`, zeroed."""
 
+    def close_maps(self) -> None:
+        """Unmaps the others' memory."""
+
     def close(self) -> None:
         """Unmaps the others' memory and frees this member's."""
 
@@ -121,10 +124,19 @@ class PeerMemory:
                 left.append((done, view))
         self._retired = left
 
+    def part(self) -> None:
+        """Unmaps the others' memory, and leaves this member's to a peer that may still store into it; `close`
+        frees it once that peer's process has ended. On a GPU it waits for the device.
+        """
+        self.views, self._retired = {}, []
+        if self._memory is not None:
+            self._memory.close_maps()
+
     def close(self) -> None:
         """Unmaps and frees; on a GPU it waits for the device. Not collective: a peer may be dead.
 
-        A peer that still stores into this memory keeps it alive until it unmaps it, and harms nobody.
+        What CUDA does with memory that is freed while another process maps it is not said: `part` comes first
+        where one may still run.
         """
         self.views, self._retired = {}, []
         if self._memory is not None:
@@ -238,6 +250,9 @@ class _Shared:
     def close_map(self, view: Tensor) -> None:
         """A map goes with the last tensor on it."""
 
+    def close_maps(self) -> None:
+        """They go with the last tensors on them."""
+
     @property
     def mine(self) -> Tensor:
         return self._mine
@@ -297,11 +312,15 @@ class _Cuda:
     def mine(self) -> Tensor:
         return self._mine
 
-    def close(self) -> None:
+    def close_maps(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             while self._opened:
                 self._call(self._driver.cuIpcCloseMemHandle(self._opened.popitem()[1]))
+
+    def close(self) -> None:
+        self.close_maps()
+        with torch.cuda.device(self._device):
             self._call(self._driver.cuMemFree(self._address))
 
     def _view(self, address: int, nbytes: int) -> Tensor:

@@ -80,6 +80,7 @@ class MemberMessages:
     def _joined(self, rank: int, seat: Seat, message: Message) -> None:
         """Notes a member's plans; with the last one the generation serves."""
         seat.plans, seat.generation = plans_from(message), self._group.generation
+        seat.outlives = bool(message.get("outlives", False))
         if self._generations.joined(rank):
             self.on_serving()
             self._open_layers()

@@ -50,6 +50,7 @@ class Seat:
     bytes_read: int = 0
     weight_bytes: int = 0
     generation: int = 0  # the last that it joined
+    outlives: bool = False  # a later group need not wait for the ends of that one's members
     steps: int = 0
     expert_rows: int = 0
     unreachable: str = ""  # why what was sent to it did not arrive

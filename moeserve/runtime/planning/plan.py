@@ -85,6 +85,11 @@ class Plan:
         return (above,) if first == above else (first, above)
 
     @property
+    def outlives(self) -> bool:
+        """Whether the next group is safe from members that have yet to end, where this one meets by gloo."""
+        return all(span.dispatcher.outlives for span in self.dispatchers)
+
+    @property
     def chooses(self) -> bool:
         """Whether several dispatchers could serve, between several ranks."""
         return self.problem.owners_here > 1 and len(self.fitting) > 1

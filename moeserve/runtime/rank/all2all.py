@@ -41,7 +41,8 @@ class RankDispatchers:
     def __init__(self, costs: CostBook, spec_of: SpecOf) -> None:
         self._costs, self._spec_of = costs, spec_of
         self._built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
-        self.buffer_bytes = 0  # of the device, that those built hold, as far as it is known
+        self._parted: list[Dispatcher] = []  # of generations before: members may still write to their buffers
+        self._nbytes: dict[Dispatcher, int] = {}  # of the device, that each of all these holds, where known
         self._of_layer: dict[int, Dispatcher] = {}
         self._parts: dict[tuple[int, DispatcherKey], Dispatcher] = {}  # by layer, and dispatcher and wire
         self._specs: dict[int, DispatchSpec] = {}  # of each layer's last range
@@ -61,7 +62,7 @@ class RankDispatchers:
         Collective over `group`; None: this member is alone. Where several could serve and the configuration
         asks for it, they are measured first.
         """
-        self.leave()
+        self._close_built()
         self._interrupted = False
         self._plans = self._costs.choose(planned, self._spec_of, group)
         for layer, plan in self._plans.items():
@@ -80,16 +81,40 @@ class RankDispatchers:
         if key not in self._built:
             self._built[key] = span.dispatcher.build(spec, group)
             if span.dispatcher.buffer_bytes is not None:
-                self.buffer_bytes += span.dispatcher.buffer_bytes(spec)
+                self._nbytes[self._built[key]] = span.dispatcher.buffer_bytes(spec)
         return self._built[key]
 
-    def leave(self) -> None:
-        """Closes the dispatchers of every layer."""
-        for dispatcher in self._built.values():
-            dispatcher.close()
-        self._built, self._of_layer, self._parts, self._specs = {}, {}, {}, {}
-        self.buffer_bytes = 0
+    def leave(self, *, parting: bool = False) -> None:
+        """Closes the dispatchers of every layer, and all that were kept.
+
+        parting: members of this generation may have yet to end, and what they may write to is kept until the
+        next `leave` without it.
+        """
+        if parting:
+            while self._built:
+                _, dispatcher = self._built.popitem()
+                if dispatcher.part():
+                    self._parted.append(dispatcher)
+                else:
+                    self._nbytes.pop(dispatcher, None)
+        while self._parted and not parting:
+            self._free(self._parted.pop())
+        self._close_built()
+
+    def _close_built(self) -> None:
+        while self._built:
+            self._free(self._built.popitem()[1])
+        self._of_layer, self._parts, self._specs = {}, {}, {}
         self._counted, self._launched, self._late = {}, {}, set()
+
+    def _free(self, dispatcher: Dispatcher) -> None:
+        self._nbytes.pop(dispatcher, None)
+        dispatcher.close()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the device that all dispatchers hold, as far as it is known."""
+        return sum(self._nbytes.values())
 
     def interrupt(self) -> None:
         """Ends every dispatcher's waits for other ranks: the group has ended, and no step has an answer any

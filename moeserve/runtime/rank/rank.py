@@ -151,7 +151,7 @@ class Rank:
         Layers of the same sizes share one. The group stays its owner's, who ends it after `leave`. Collective
         over it. Where several could serve and the configuration asks for it, they are measured first.
         """
-        self.leave()
+        self._runner.drop_graphs()
         self._number = 0
         self.plans = self._dispatchers.join(self._planned, group)
         self._warming.grouping(self.plans, self._place.held)
@@ -175,10 +175,10 @@ class Rank:
                 f"rank {self.index}: {self._number} warm steps; a service's begin at {FIRST_NUMBER}"
             )
 
-    def leave(self) -> None:
-        """Closes the dispatchers, and drops the graphs that use them."""
+    def leave(self, *, parting: bool = False) -> None:
+        """Closes the dispatchers, as `RankDispatchers.leave`, and drops the graphs that use them."""
         self._runner.drop_graphs()
-        self._dispatchers.leave()
+        self._dispatchers.leave(parting=parting)
 
     def exclude(self, seats: Collection[int]) -> None:
         """Waits for no member of `seats` any more, also in the step under way; none is late for it."""

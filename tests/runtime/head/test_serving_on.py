@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -84,6 +85,67 @@ def test_the_group_goes_on_and_the_lost_member_loads_before_it_joins(coordinator
     assert epoch.members == MEMBERS and np.array_equal(epoch.placement.slots[:, 6:], before)
     coordinator.wait_serving(SECONDS)
     assert coordinator.progress().reason == "" and coordinator.view.away() == []
+
+
+def lose(coordinator: Coordinator, waits: tuple[int, ...] = ()) -> list[FakeMember]:
+    """The two that are left of three members that serve: the last one is lost, and nobody sees its end."""
+    coordinator.generations.parted.is_gone = lambda process: process.pid != 102
+    members = serving(coordinator, MEMBERS, waits=waits)
+    members[2].stream.close()
+    left = [members[0], members[1]]
+    for one in left:
+        one.entry("abort")
+    return left
+
+
+def test_those_that_go_on_do_not_wait_for_the_end_of_one_that_can_do_them_no_harm(
+    coordinator: Coordinator,
+) -> None:
+    left = lose(coordinator)
+    assert formed(left).members.seats == (0, 1)
+    coordinator.wait_serving(SECONDS)
+    stale = FakeMember(coordinator, 2)  # the very process, which has not ended
+    assert stale.entry("stop") and stale.entry("closed")
+
+
+def test_those_that_go_on_wait_for_an_end_where_one_of_them_says_so(coordinator: Coordinator) -> None:
+    left = lose(coordinator, waits=(1,))
+    with pytest.raises(queue.Empty):
+        left[0].entries.get(timeout=0.3)
+    coordinator.generations.parted.is_gone = lambda process: True
+    formed(left)
+
+
+def test_a_group_that_did_not_form_before_an_end_waits_for_it(coordinator: Coordinator) -> None:
+    left = lose(coordinator)
+    for one in left:
+        one.entry("prepare")
+    left[1].say("failed", reason="rank 1: 'prepare' failed: no room beside the memory of pid 102")
+    for one in left:
+        one.entry("abort")
+    with pytest.raises(queue.Empty):
+        left[0].entries.get(timeout=1.0)
+    coordinator.generations.parted.is_gone = lambda process: True
+    formed(left)
+
+
+def test_a_second_loss_while_the_group_forms_waits_for_no_end_either() -> None:
+    # each of four owners could hold all experts
+    first = Epoch.first(Mesh(4, 1, 4), layers=1, experts=4, redundant=12)
+    with head_of(first) as coordinator:
+        coordinator.generations.turnover.serve_on = True
+        coordinator.generations.parted.is_gone = lambda process: process.pid not in (102, 103)
+        members = serving(coordinator, Members.of_ranks(4), waits=())
+        members[3].stream.close()
+        for seat in (0, 1, 2):
+            members[seat].entry("abort")
+            members[seat].entry("prepare")
+        members[2].stream.close()
+        left = [members[0], members[1]]
+        for one in left:
+            one.entry("abort")
+        assert formed(left).members.seats == (0, 1)
+        coordinator.wait_serving(SECONDS)
 
 
 def test_layers_of_which_a_member_lacks_experts_wait_and_others_are_served(coordinator: Coordinator) -> None:

@@ -116,6 +116,37 @@ def test_steps_fail_by_the_names_of_the_late_until_the_dispatchers_are_built_ane
     assert {(spec.patience, spec.on_late) for spec in Impatient.built} == {(1.5, "fail")}
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_members_may_still_write_to_is_kept_until_they_have_ended(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, writes: bool
+) -> None:
+    done = list[str]()
+
+    class Written(Local):
+        def part(self) -> bool:
+            if not writes:
+                return super().part()
+            done.append("part")
+            return True
+
+        def close(self) -> None:
+            done.append("close")
+
+    entry = replace(DISPATCHERS["local"], build=Written, buffer_bytes=lambda spec: 64)
+    monkeypatch.setitem(DISPATCHERS, "local", entry)
+    rank = rank_of(path)  # its two layers are alike, and share one
+    rank.leave(parting=True)
+    rank.leave(parting=True)
+    assert done == ["part" if writes else "close"]
+    kept = rank._dispatchers.buffer_bytes
+    assert kept == 64 * writes
+    rank.join()
+    assert rank._dispatchers.buffer_bytes == kept + 64 and len(done) == 1
+    rank.leave()
+    assert rank._dispatchers.buffer_bytes == 0
+    assert done == (["part", "close", "close"] if writes else ["close", "close"])
+
+
 @pytest.mark.parametrize("on_late", ["fail", "drop"])
 @pytest.mark.usefixtures("impatient")
 def test_a_step_whose_waits_were_ended_has_no_answer(path: Path, on_late: str) -> None:
@@ -174,7 +205,8 @@ class Wire:
         self.sent.append(message)
         if message["kind"] in ("failed", "done"):
             reason = str(message.get("reason", ""))
-            self._entries.put({"kind": "abort", "generation": GENERATION, "reason": reason, "back": False})
+            abort = {"kind": "abort", "generation": GENERATION, "reason": reason}
+            self._entries.put(abort | {"back": False, "parting": False})
             self._entries.put({"kind": "stop"})
 
 
@@ -188,9 +220,10 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
     lane.announce = lambda job: announced.append(job.job)
     call = lane.submit(LaneBatch(0, *batch_of(rank)))
     header = Header(1, epoch.number, 0, (3,), ((announced[0], 3),))
-    prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch), "after": False}
+    prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch)}
+    prepare |= {"after": False, "parting": False}
     wire = Wire([prepare, header_message(header, GENERATION)])
-    rank.leave = lambda: None  # type: ignore[method-assign]  # its dispatchers are there already
+    rank.leave = lambda *, parting: None  # type: ignore[method-assign]  # its dispatchers are there already
     member = Member(rank, lane, wire, ProcessGroupSettings("gloo", 5.0), records.append)  # type: ignore[arg-type]
     member.run()
     if not call.wait(5.0):

@@ -2,7 +2,8 @@
 
 A generation is one process group: prepared (every owner has its experts), joined, serving. When a member is
 lost or cannot go on, it aborts, and once all members are there again a fresh one forms. A member that does
-not answer is parted with: its process is ended, and no generation forms before it is seen dead.
+not answer is parted with: its process is ended. No generation forms before it is seen dead, but for one of
+those that go on without it, where nothing that it may still do harms them (`Seat.outlives`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Generations:
         self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
         self._awaits_ends = False  # a generation is due, once processes that were given up have ended
+        self._outlives = False  # the last that served: those that go on need not wait for the others' ends
+        self._at_once = False  # the next one does not wait for ends
         self.parted = Parted()
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
@@ -214,6 +217,7 @@ class Generations:
             return False
         self._retries.reset()
         self._served, self._unserved_since, self.aborted = True, None, ""
+        self._outlives = all(seat.outlives for seat in self._seats.values())
         self.set_state("serving", self.degraded)  # which is said anew whenever somebody asks
         number, epoch = self._group.generation, self._group.epoch.number
         log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
@@ -253,7 +257,9 @@ class Generations:
         self.turnover.take_leave()
         goes_on = self._served and self.turnover.go_on_without(self._group.missing)
         pause = 0.0 if goes_on or joining is not None else SETTLE_SECONDS
-        if said and self.state in ("preparing", "joining"):
+        did_not_form = said and self.state in ("preparing", "joining")
+        self._at_once = self._outlives and (goes_on or joining is not None) and not did_not_form
+        if did_not_form:
             pause = max(pause, self._retries.next())
             log.warning("the next generation is tried in %.1f s", pause)
         if self.state == "serving":
@@ -266,6 +272,7 @@ class Generations:
         self.layers.clear()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         gone = {"kind": "abort", "generation": aborted, "reason": reason, "back": self._served}
+        gone |= {"parting": not self.parted.all_ended()}
         self._group.broadcast(gone)
         self.set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
@@ -303,6 +310,7 @@ class Generations:
 
     def look_for_ends(self) -> None:
         """The launcher has said anew which processes there are: a generation that waits for ends may form."""
+        self.parted.forget_ended()
         if self._awaits_ends:
             self._form_at = time.monotonic()
             self._group.lock.notify_all()
@@ -315,8 +323,11 @@ class Generations:
             self.abort(turned.reason, joining=turned.joined)
 
     def _form(self, now: float) -> None:
-        """Begins a fresh generation, now that all members are connected and those before them have ended."""
-        self._awaits_ends = not self.parted.all_ended()
+        """Begins a fresh generation, now that all members are connected, and those before them have ended or
+        can do no harm.
+        """
+        parting = not self.parted.all_ended()
+        self._awaits_ends = parting and not self._at_once
         if self._awaits_ends:
             self._form_at = now + GONE_LOOK_SECONDS
             if undead := self.parted.report(now):
@@ -328,7 +339,7 @@ class Generations:
         number, epoch = self._group.generation, epoch_message(self._group.epoch)
         self.set_state("preparing", f"generation {number} is loading experts")
         prepare = {"kind": "prepare", "generation": number, "epoch": epoch, "after": self._served}
-        self._group.broadcast(prepare)
+        self._group.broadcast(prepare | {"parting": parting})
 
     def _join(self) -> None:
         """Has the members form a process group; each is told its position, which is its rank there."""

@@ -15,8 +15,8 @@ GONE_REPORT_SECONDS = 5.0  # between words on processes that were killed and do 
 
 
 class Parted:
-    """The launcher ends them, and no generation forms before it has: they may still run, and hold what the
-    next ones need. The caller of any method holds the group's lock.
+    """The launcher ends them. Until then they may still run, and hold what the next generation needs: it is
+    for `Generations` to wait for their ends. The caller of any method holds the group's lock.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Parted:
         self.is_gone: Callable[[RankProcess], bool] | None = None
 
     def give_up(self, process: RankProcess) -> None:
-        """Has the launcher end a process; no generation forms before it is seen dead."""
+        """Has the launcher end a process."""
         self._processes.add(process)
         self.on_given_up(process)
 
@@ -41,10 +41,14 @@ class Parted:
 
     def all_ended(self) -> bool:
         """Whether none of them runs any more."""
+        self.forget_ended()
+        return not self._processes
+
+    def forget_ended(self) -> None:
+        """Those that have ended are parted with no more."""
         self._processes = {one for one in self._processes if not self.has_ended(one, unknown=True)}
         if not self._processes:
             self._report_at = math.inf
-        return not self._processes
 
     def report(self, now: float) -> str:
         """Says in the log whom the next generation waits for; returns it again and again where one that was

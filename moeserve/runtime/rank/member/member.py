@@ -206,7 +206,7 @@ class Member:
             while not self._told_to_stop:
                 log.warning("rank %d: %s", self._rank.index, why)
                 self._end_generation(why, back=True)
-                self._entries.put({"kind": "abort"})
+                self._entries.put({"kind": "abort", "parting": True})  # nobody knows who else is lost
                 if not self.come_back():
                     break
                 self._heads += 1
@@ -296,7 +296,7 @@ class Member:
                 self.changes.commit(entry)
             case "abort":
                 self.on_serving(0, 0)
-                self._leave()
+                self._leave(parting=entry["parting"])
             case "act":
                 entry["act"]()
                 self._steps.report_if_due(None if self._generation == ABORTED else self._generation)
@@ -322,7 +322,7 @@ class Member:
         """Leaves the generation before, loads what the epoch gives this member, and votes."""
         self._rank.progress.join(Phase.PREPARED)
         self._say_here(entry["generation"])
-        self._leave()
+        self._leave(parting=entry["parting"])
         self.changes.release()
         self._held.prepare(epoch_from(entry["epoch"]), entry["generation"], after=entry["after"])
         lacks = {"lacks": list(self._held.lacks)}
@@ -368,8 +368,10 @@ class Member:
         if entry["generation"] != self._generation and self._lane is not None:
             self._lane.hold("the group is forming again")  # its abort came before the lane was open
         self.on_serving(entry["generation"], self._held.epoch.number)
-        joined = {"kind": "joined", "generation": entry["generation"]}
-        self._tell(joined | {"plans": plans_message(self._rank.plans)})
+        plans = self._rank.plans
+        outlives = self._group.by_gloo and all(plan.outlives for plan in plans.values())
+        joined = {"kind": "joined", "generation": entry["generation"], "outlives": outlives}
+        self._tell(joined | {"plans": plans_message(plans)})
         self._restoring.begin(entry["generation"], self._held.lacks)
 
     def _drain(self, message: Message) -> None:
@@ -390,11 +392,13 @@ class Member:
         """Tells the head that this process runs, and goes on."""
         self._tell(here_message(generation, self._rank.progress.reached))
 
-    def _leave(self) -> None:
-        """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
+    def _leave(self, *, parting: bool = False) -> None:
+        """Closes the dispatchers and ends the generation's group; no other group of the process changes.
+        parting: members that are lost may have yet to end.
+        """
         self._restoring.stop()
         self._steps.drain()
         self.joined = False
         self.on_leave()
-        self._rank.leave()
+        self._rank.leave(parting=parting)
         self._group.leave()
