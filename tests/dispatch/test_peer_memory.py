@@ -1,13 +1,17 @@
 """Peer memory: what a rank stores into another's is there, one that cannot stops all, nothing is left."""
 
+import os
 import socket
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 from parallel import parallel_launch
 from peer_memory_ranks import named_files, one_has_no_room, too_much_on_one, write_to_all
 
 from moeserve.dispatch.members import Member
-from moeserve.dispatch.peers.memory import PeerMemory, PeerOffer
+from moeserve.dispatch.peers import memory
+from moeserve.dispatch.peers.memory import MemoryRequest, PeerMemory, PeerOffer
 
 
 def test_every_rank_can_store_into_every_other() -> None:
@@ -40,9 +44,32 @@ def test_memory_that_was_parted_with_takes_what_a_peer_still_stores(device: str)
     assert second.views == {}
     theirs.fill_(7)
     assert set(second.mine.tolist()) == {7}
-    for memory in (first, second):
-        memory.close()
-        memory.close()
+    for one in (first, second):
+        one.close()
+        one.close()
+
+
+def test_a_joining_that_comes_to_no_end_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member is lost before all have told of their memory, and after all have mapped it."""
+    request = MemoryRequest(Member(0, 0, 0), 4096, "cpu")
+    answers = list[Callable[[Any], list[Any]]]()
+    monkeypatch.setattr(memory, "_gathered", lambda mine, group: answers.pop(0)(mine))
+    before = len(os.listdir("/proc/self/fd"))
+
+    def lost(mine: Any) -> list[Any]:
+        raise RuntimeError("Connection closed by peer")
+
+    def alone(mine: Any) -> list[Any]:
+        return [mine]
+
+    for given, left in (([lost], 0), ([alone, lost], 2), ([alone, lost], 2), ([lost], 0)):
+        answers[:] = given
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            memory.join_memory(request, cast(Any, None))
+        assert len(os.listdir("/proc/self/fd")) == before + left, "a file, and its map's"
+    answers[:] = [alone, alone]
+    memory.join_memory(request, cast(Any, None)).close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.gpu(2)

@@ -123,10 +123,11 @@ def serving(
     found = {seat: FakeMember(coordinator, seat) for seat in members.seats}
     for one in found.values():
         assert epoch_from(one.entry("prepare")["epoch"]).members == members
-        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
+        outlives = waits is not None and one.seat not in waits
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[], outlives=outlives)
     for seat, one in found.items():
         joining = one.entry("join")
         assert (joining["position"], joining["size"]) == (members.position(seat), len(members))
-        one.say("joined", outlives=waits is not None and seat not in waits)
+        one.say("joined")
     coordinator.wait_serving(SECONDS)
     return found

@@ -160,25 +160,39 @@ class MemoryRequest:
         return PeerOffer(self.member, socket.gethostname(), self.nbytes, handle, self.layout, refused)
 
 
+_LEFT: list[PeerMemory] = []
+"""Of joinings that came to no end, and that others may have mapped: they unmap it before they join again."""
+
+
 def join_memory(request: MemoryRequest, group: ProcessGroup) -> PeerMemory:
     """Allocates this member's memory, and maps that of every member of `group` that it exchanges rows with.
 
     Collective over `group`, whose members must share a host. When one cannot allocate or map, or is refused
-    for a reason of its caller's, all raise RuntimeError with every member's reason, and nothing stays
-    allocated.
+    for a reason of its caller's, all raise RuntimeError with every member's reason. Nothing stays allocated
+    then, nor where a member is lost meanwhile; but for what others may have mapped, which stays until the
+    next time.
     """
+    while _LEFT:
+        _LEFT.pop().close()
     memory, reason = None, request.refused
     try:
         memory = None if reason else PeerMemory(request.nbytes, request.device)
     except RuntimeError as error:
         reason = str(error)
-    offers: list[PeerOffer] = _gathered(request.offer(memory, reason), group)
+    try:
+        offers: list[PeerOffer] = _gathered(request.offer(memory, reason), group)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
     reasons = {offer.member.seat: offer.refused for offer in offers if offer.refused}
     if not reasons and len({offer.host for offer in offers}) > 1:
         reasons = {offer.member.seat: f"is on host {offer.host}" for offer in offers}
     if not reasons:
         reasons = {o.member.seat: text for o in offers if (text := disagreement(request.layout, o))}
-    _raise(reasons, memory)
+    if reasons and memory is not None:
+        memory.close()
+    _raise(reasons)
     assert memory is not None
     reason = ""
     try:
@@ -187,8 +201,13 @@ def join_memory(request: MemoryRequest, group: ProcessGroup) -> PeerMemory:
                 memory.map(offer)
     except RuntimeError as error:
         reason = str(error)
-    found: list[tuple[int, str]] = _gathered((request.member.seat, reason), group)
-    _raise({seat: text for seat, text in found if text}, memory)
+    try:
+        found: list[tuple[int, str]] = _gathered((request.member.seat, reason), group)
+        _raise({seat: text for seat, text in found if text})
+    except BaseException:
+        memory.part()
+        _LEFT.append(memory)
+        raise
     return memory
 
 
@@ -206,10 +225,8 @@ def disagreement(layout: tuple[object, ...], offer: PeerOffer) -> str:
     return f"lays its memory out for {list(offer.layout)}, and another member for {list(layout)}"
 
 
-def _raise(reasons: dict[int, str], memory: PeerMemory | None) -> None:
+def _raise(reasons: dict[int, str]) -> None:
     if reasons:
-        if memory is not None:
-            memory.close()
         listed = "; ".join(f"seat {seat} {text}" for seat, text in sorted(reasons.items()))
         raise RuntimeError(f"peer memory needs members of one host that can map each other's: {listed}")
 

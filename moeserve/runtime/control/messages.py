@@ -213,6 +213,10 @@ def reached_from(message: Message) -> Reached:
     return Reached(int(step), Phase(phase))
 
 
+ANY_GENERATION = 0
+"""Among generations whose members have yet to end: nobody knows in which one somebody was."""
+
+
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:
     """`[layer, kernels, dispatchers, wires]` of every layer, for those who ask what is served."""
     return [

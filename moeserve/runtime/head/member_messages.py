@@ -75,12 +75,12 @@ class MemberMessages:
     def _prepared(self, rank: int, seat: Seat, message: Message) -> None:
         """Notes what a member holds, and which layers it has yet to read."""
         seat.bytes_read, seat.weight_bytes = int(message["bytes_read"]), int(message["weight_bytes"])
+        seat.outlives = bool(message.get("outlives", False))
         self._generations.prepared(rank, positions_from(message, len(self._layers)))
 
     def _joined(self, rank: int, seat: Seat, message: Message) -> None:
         """Notes a member's plans; with the last one the generation serves."""
         seat.plans, seat.generation = plans_from(message), self._group.generation
-        seat.outlives = bool(message.get("outlives", False))
         if self._generations.joined(rank):
             self.on_serving()
             self._open_layers()

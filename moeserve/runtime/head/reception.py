@@ -50,7 +50,7 @@ class Seat:
     bytes_read: int = 0
     weight_bytes: int = 0
     generation: int = 0  # the last that it joined
-    outlives: bool = False  # a later group need not wait for the ends of that one's members
+    outlives: bool = False  # the group that it joins, or is in: no later one need wait for its members' ends
     steps: int = 0
     expert_rows: int = 0
     unreachable: str = ""  # why what was sent to it did not arrive

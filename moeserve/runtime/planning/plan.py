@@ -86,8 +86,10 @@ class Plan:
 
     @property
     def outlives(self) -> bool:
-        """Whether the next group is safe from members that have yet to end, where this one meets by gloo."""
-        return all(span.dispatcher.outlives for span in self.dispatchers)
+        """Whether a later group is safe from members that have yet to end, whichever dispatchers are chosen,
+        where this one meets by gloo.
+        """
+        return all(span.dispatcher.outlives for span in self.fitting)
 
     @property
     def chooses(self) -> bool:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.by_rows import ByRows
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec, Living, Traffic
+from moeserve.runtime.control.messages import ANY_GENERATION
 from moeserve.runtime.planning.costing import CostBook
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.sections import FAIL
@@ -41,7 +42,8 @@ class RankDispatchers:
     def __init__(self, costs: CostBook, spec_of: SpecOf) -> None:
         self._costs, self._spec_of = costs, spec_of
         self._built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
-        self._parted: list[Dispatcher] = []  # of generations before: members may still write to their buffers
+        self._generation = 0  # of which those are
+        self._kept: list[tuple[int, Dispatcher]] = []  # of generations before: members may still write there
         self._nbytes: dict[Dispatcher, int] = {}  # of the device, that each of all these holds, where known
         self._of_layer: dict[int, Dispatcher] = {}
         self._parts: dict[tuple[int, DispatcherKey], Dispatcher] = {}  # by layer, and dispatcher and wire
@@ -56,14 +58,16 @@ class RankDispatchers:
         """What carries the rows of `layer` (decoder index). KeyError before `join`."""
         return self._of_layer[layer]
 
-    def join(self, planned: dict[int, Plan], group: ProcessGroup | None) -> dict[int, Plan]:
+    def join(
+        self, planned: dict[int, Plan], group: ProcessGroup | None, generation: int = 0
+    ) -> dict[int, Plan]:
         """Builds the dispatchers, one for layers of the same sizes; returns the plans as they are served.
 
-        Collective over `group`; None: this member is alone. Where several could serve and the configuration
-        asks for it, they are measured first.
+        Collective over `group`, of that generation; None: this member is alone. Where several could serve and
+        the configuration asks for it, they are measured first.
         """
-        self._close_built()
-        self._interrupted = False
+        self.leave()
+        self._interrupted, self._generation = False, generation
         self._plans = self._costs.choose(planned, self._spec_of, group)
         for layer, plan in self._plans.items():
             for span in plan.dispatchers:
@@ -80,36 +84,35 @@ class RankDispatchers:
         key = (span.dispatcher.name, spec)
         if key not in self._built:
             self._built[key] = span.dispatcher.build(spec, group)
-            if span.dispatcher.buffer_bytes is not None:
-                self._nbytes[self._built[key]] = span.dispatcher.buffer_bytes(spec)
+            known = span.dispatcher.buffer_bytes
+            self._nbytes[self._built[key]] = 0 if known is None else known(spec)
         return self._built[key]
 
-    def leave(self, *, parting: bool = False) -> None:
-        """Closes the dispatchers of every layer, and all that were kept.
-
-        parting: members of this generation may have yet to end, and what they may write to is kept until the
-        next `leave` without it.
+    def leave(self) -> None:
+        """Lets go of the dispatchers of every layer. What other members may still write to is kept until
+        `free`, since they have yet to leave, or to end.
         """
-        if parting:
-            while self._built:
-                _, dispatcher = self._built.popitem()
-                if dispatcher.part():
-                    self._parted.append(dispatcher)
-                else:
-                    self._nbytes.pop(dispatcher, None)
-        while self._parted and not parting:
-            self._free(self._parted.pop())
-        self._close_built()
-
-    def _close_built(self) -> None:
         while self._built:
-            self._free(self._built.popitem()[1])
+            key = next(iter(self._built))
+            dispatcher = self._built[key]
+            if dispatcher.part():
+                self._kept.append((self._generation, dispatcher))
+            else:
+                del self._nbytes[dispatcher]
+            del self._built[key]
         self._of_layer, self._parts, self._specs = {}, {}, {}
         self._counted, self._launched, self._late = {}, {}, set()
 
-    def _free(self, dispatcher: Dispatcher) -> None:
-        self._nbytes.pop(dispatcher, None)
-        dispatcher.close()
+    def free(self, but: Collection[int] = ()) -> None:
+        """Frees what was kept of all generations but these, of which somebody has yet to end. ANY_GENERATION
+        among them: of none.
+        """
+        if ANY_GENERATION in but:
+            return
+        for one in [one for one in self._kept if one[0] not in but]:
+            one[1].close()
+            self._kept.remove(one)
+            del self._nbytes[one[1]]
 
     @property
     def buffer_bytes(self) -> int:

@@ -145,15 +145,16 @@ class Rank:
         self._book.update_layer(position, epoch.placement.slots[position])
         self.meter.moved(position)
 
-    def join(self, group: ProcessGroup | None = None) -> None:
+    def join(self, group: ProcessGroup | None = None, generation: int = 0) -> None:
         """Builds the dispatchers over `group`, of this epoch's members by position; None: this one is alone.
+        generation: the group's, as `free` has it.
 
         Layers of the same sizes share one. The group stays its owner's, who ends it after `leave`. Collective
         over it. Where several could serve and the configuration asks for it, they are measured first.
         """
         self._runner.drop_graphs()
         self._number = 0
-        self.plans = self._dispatchers.join(self._planned, group)
+        self.plans = self._dispatchers.join(self._planned, group, generation)
         self._warming.grouping(self.plans, self._place.held)
         self._warm_steps()
         self._joins += 1
@@ -175,10 +176,23 @@ class Rank:
                 f"rank {self.index}: {self._number} warm steps; a service's begin at {FIRST_NUMBER}"
             )
 
-    def leave(self, *, parting: bool = False) -> None:
-        """Closes the dispatchers, as `RankDispatchers.leave`, and drops the graphs that use them."""
+    @property
+    def outlives(self) -> bool:
+        """Whether the next group is safe from members that have yet to end, as `Plan.outlives`."""
+        return all(plan.outlives for plan in self._planned.values())
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Closes the dispatchers, and drops the graphs that use them. `keep`: what other members may still
+        write to stays, until `free`.
+        """
         self._runner.drop_graphs()
-        self._dispatchers.leave(parting=parting)
+        self._dispatchers.leave()
+        if not keep:
+            self._dispatchers.free()
+
+    def free(self, but: Collection[int] = ()) -> None:
+        """Frees what `leave` has kept, as `RankDispatchers.free`."""
+        self._dispatchers.free(but)
 
     def exclude(self, seats: Collection[int]) -> None:
         """Waits for no member of `seats` any more, also in the step under way; none is late for it."""

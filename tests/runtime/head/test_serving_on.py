@@ -17,6 +17,7 @@ from moeserve.experts.placement import EMPTY
 from moeserve.runtime.control.messages import epoch_from
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations import parted
 from moeserve.runtime.head.generations.returning import Returning
 from moeserve.runtime.mesh import Mesh
 
@@ -89,7 +90,7 @@ def test_the_group_goes_on_and_the_lost_member_loads_before_it_joins(coordinator
 
 def lose(coordinator: Coordinator, waits: tuple[int, ...] = ()) -> list[FakeMember]:
     """The two that are left of three members that serve: the last one is lost, and nobody sees its end."""
-    coordinator.generations.parted.is_gone = lambda process: process.pid != 102
+    coordinator.generations.parted.is_gone = lambda process: False
     members = serving(coordinator, MEMBERS, waits=waits)
     members[2].stream.close()
     left = [members[0], members[1]]
@@ -98,35 +99,106 @@ def lose(coordinator: Coordinator, waits: tuple[int, ...] = ()) -> list[FakeMemb
     return left
 
 
+def joining(members: list[FakeMember]) -> list[int]:
+    """These form a generation, as a group that outlives its members; those in which somebody may still be."""
+    for one in members:
+        one.entry("prepare")
+        one.say("prepared", **NOTHING, lacks=[], outlives=True)
+    parting = [one.entry("join")["parting"] for one in members]
+    assert parting == [parting[0]] * len(members)
+    for one in members:
+        one.say("joined")
+    return parting[0]
+
+
+def ended(coordinator: Coordinator, pid: int) -> None:
+    """The launcher says that it has seen the end of this process."""
+    coordinator.generations.parted.is_gone = lambda process: process.pid == pid
+    coordinator.processes_told()
+
+
 def test_those_that_go_on_do_not_wait_for_the_end_of_one_that_can_do_them_no_harm(
-    coordinator: Coordinator,
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parted, "GONE_REPORT_SECONDS", 0.1)
     left = lose(coordinator)
-    assert formed(left).members.seats == (0, 1)
+    was = left[0].generation
+    assert joining(left) == [was], "it may still write to the memory of that generation"
     coordinator.wait_serving(SECONDS)
     stale = FakeMember(coordinator, 2)  # the very process, which has not ended
     assert stale.entry("stop") and stale.entry("closed")
+    said = "processes [102], given up, have not ended"
+    until(lambda: said in coordinator.progress().reason)
+    ended(coordinator, 102)
+    until(lambda: said not in coordinator.progress().reason)
+    heir = loaded(coordinator)
+    for one in (*left, heir):
+        assert one.entry("abort")["reason"] == "ranks [2] join"
+    assert joining([*left, heir]) == []
 
 
 def test_those_that_go_on_wait_for_an_end_where_one_of_them_says_so(coordinator: Coordinator) -> None:
     left = lose(coordinator, waits=(1,))
     with pytest.raises(queue.Empty):
         left[0].entries.get(timeout=0.3)
-    coordinator.generations.parted.is_gone = lambda process: True
+    ended(coordinator, 102)
     formed(left)
 
 
-def test_a_group_that_did_not_form_before_an_end_waits_for_it(coordinator: Coordinator) -> None:
+def test_a_group_that_did_not_form_before_an_end_is_tried_again(coordinator: Coordinator) -> None:
     left = lose(coordinator)
+    was = left[0].generation
     for one in left:
         one.entry("prepare")
     left[1].say("failed", reason="rank 1: 'prepare' failed: no room beside the memory of pid 102")
     for one in left:
         one.entry("abort")
-    with pytest.raises(queue.Empty):
-        left[0].entries.get(timeout=1.0)
-    coordinator.generations.parted.is_gone = lambda process: True
-    formed(left)
+    assert joining(left) == [was]
+    coordinator.wait_serving(SECONDS)
+
+
+def test_a_step_that_fails_beside_a_process_that_never_ends_stops_nobody(coordinator: Coordinator) -> None:
+    left = lose(coordinator)
+    was = left[0].generation
+    joining(left)
+    coordinator.wait_serving(SECONDS)
+    for one in left:
+        one.say("failed", reason=f"rank {one.seat}: 'step' failed: RuntimeError: no room")
+    for one in left:
+        one.entry("abort")
+    assert joining(left) == [was], "it was in no later one"
+    coordinator.wait_serving(SECONDS)
+
+
+def test_who_is_lost_after_it_has_said_that_it_cannot_go_on_may_still_write(coordinator: Coordinator) -> None:
+    coordinator.generations.parted.is_gone = lambda process: False
+    members = serving(coordinator, MEMBERS, waits=())
+    was = members[0].generation
+    members[2].say("failed", reason="rank 2: 'step' failed: RuntimeError: no room")
+    for one in members.values():
+        one.entry("abort")
+    members[2].stream.close()
+    left = [members[0], members[1]]
+    for one in left:
+        assert "rank 2 (pid 102) is lost" in one.until("abort")["reason"]
+    assert joining(left) == [was]
+    coordinator.wait_serving(SECONDS)
+
+
+def test_a_member_that_connects_again_may_yet_have_to_leave_its_generation(coordinator: Coordinator) -> None:
+    coordinator.generations.parted.is_gone = lambda process: False
+    members = serving(coordinator, MEMBERS, waits=())
+    was = members[0].generation
+    again = FakeMember(coordinator, 2)  # the same process, whose stream broke for it alone
+    left = [members[0], members[1]]
+    for one in left:
+        one.entry("abort")
+    assert joining(left) == [was]
+    again.until("load")
+    again.say("loaded", **NOTHING)
+    for one in (*left, again):
+        one.until("abort")
+    assert joining([*left, again]) == [], "it has left to prepare"
 
 
 def test_a_second_loss_while_the_group_forms_waits_for_no_end_either() -> None:
@@ -134,8 +206,9 @@ def test_a_second_loss_while_the_group_forms_waits_for_no_end_either() -> None:
     first = Epoch.first(Mesh(4, 1, 4), layers=1, experts=4, redundant=12)
     with head_of(first) as coordinator:
         coordinator.generations.turnover.serve_on = True
-        coordinator.generations.parted.is_gone = lambda process: process.pid not in (102, 103)
+        coordinator.generations.parted.is_gone = lambda process: False
         members = serving(coordinator, Members.of_ranks(4), waits=())
+        was = members[0].generation
         members[3].stream.close()
         for seat in (0, 1, 2):
             members[seat].entry("abort")
@@ -144,7 +217,7 @@ def test_a_second_loss_while_the_group_forms_waits_for_no_end_either() -> None:
         left = [members[0], members[1]]
         for one in left:
             one.entry("abort")
-        assert formed(left).members.seats == (0, 1)
+        assert joining(left) == [was]
         coordinator.wait_serving(SECONDS)
 
 

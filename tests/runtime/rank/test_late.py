@@ -18,7 +18,7 @@ from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.backends.local import Local
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.runtime.config import Config
-from moeserve.runtime.control.messages import epoch_message, header_message
+from moeserve.runtime.control.messages import ANY_GENERATION, epoch_message, header_message
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.epoch import Epoch
@@ -135,16 +135,21 @@ def test_what_members_may_still_write_to_is_kept_until_they_have_ended(
     entry = replace(DISPATCHERS["local"], build=Written, buffer_bytes=lambda spec: 64)
     monkeypatch.setitem(DISPATCHERS, "local", entry)
     rank = rank_of(path)  # its two layers are alike, and share one
-    rank.leave(parting=True)
-    rank.leave(parting=True)
+    rank.join(None, 3)  # the first generation, whose number is 0, is left by this
     assert done == ["part" if writes else "close"]
-    kept = rank._dispatchers.buffer_bytes
-    assert kept == 64 * writes
-    rank.join()
-    assert rank._dispatchers.buffer_bytes == kept + 64 and len(done) == 1
+    for generation in (4, 5):
+        rank.leave(keep=True)
+        rank.leave(keep=True)
+        rank.free(but=[3, 9])
+        assert rank._dispatchers.buffer_bytes == 64 * writes, "of generation 3"
+        rank.join(None, generation)
+        assert rank._dispatchers.buffer_bytes == 64 * writes + 64
+    rank.leave(keep=True)
+    rank.free(but=[ANY_GENERATION, 9])
+    assert rank._dispatchers.buffer_bytes == 128 * writes, "of generations 3 and 5"
     rank.leave()
-    assert rank._dispatchers.buffer_bytes == 0
-    assert done == (["part", "close", "close"] if writes else ["close", "close"])
+    assert rank._dispatchers.buffer_bytes == 0 and done.count("close") == 4
+    assert done.count("part") == 4 * writes
 
 
 @pytest.mark.parametrize("on_late", ["fail", "drop"])
@@ -206,7 +211,7 @@ class Wire:
         if message["kind"] in ("failed", "done"):
             reason = str(message.get("reason", ""))
             abort = {"kind": "abort", "generation": GENERATION, "reason": reason}
-            self._entries.put(abort | {"back": False, "parting": False})
+            self._entries.put(abort | {"back": False})
             self._entries.put({"kind": "stop"})
 
 
@@ -221,9 +226,9 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
     call = lane.submit(LaneBatch(0, *batch_of(rank)))
     header = Header(1, epoch.number, 0, (3,), ((announced[0], 3),))
     prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch)}
-    prepare |= {"after": False, "parting": False}
+    prepare |= {"after": False}
     wire = Wire([prepare, header_message(header, GENERATION)])
-    rank.leave = lambda *, parting: None  # type: ignore[method-assign]  # its dispatchers are there already
+    rank.leave = lambda *, keep=False: None  # type: ignore[method-assign]  # its dispatchers are there already
     member = Member(rank, lane, wire, ProcessGroupSettings("gloo", 5.0), records.append)  # type: ignore[arg-type]
     member.run()
     if not call.wait(5.0):

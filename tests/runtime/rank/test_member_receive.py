@@ -37,12 +37,13 @@ def of_rank(rank: Any, settings: ProcessGroupSettings) -> tuple[Member, Messages
 
 def without_a_lane(index: int) -> tuple[Member, Messages, Messages]:
     """As `of_rank`, of a rank that does nothing where its group ends."""
-    rank: Any = SimpleNamespace(index=index, interrupt=lambda: None, leave=lambda parting: None)
+    rank: Any = SimpleNamespace(index=index, interrupt=lambda: None)
+    rank.leave, rank.free = lambda keep: None, lambda: None
     return of_rank(rank, ProcessGroupSettings("gloo", SECONDS))
 
 
 def test_an_entry_that_cannot_be_taken_ends_the_rank() -> None:
-    rank: Any = SimpleNamespace(index=3, interrupt=lambda: None, leave=lambda parting: None)
+    rank: Any = SimpleNamespace(index=3, interrupt=lambda: None, leave=lambda keep: None, free=lambda: None)
     lane = Lane(3, 4, 100)
     came = Messages()
     wire: Any = SimpleNamespace(receive=came.get, send=lambda message: None)
@@ -82,7 +83,7 @@ def test_nothing_of_a_generation_is_executed_after_an_entry_that_failed() -> Non
 def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
     progress = SimpleNamespace(join=lambda phase: None)
     rank: Any = SimpleNamespace(index=0, device="cpu", progress=progress)
-    rank.interrupt, rank.leave = lambda: None, lambda parting: None
+    rank.interrupt, rank.leave, rank.free = lambda: None, lambda keep: None, lambda: None
     member, came, said = of_rank(rank, ProcessGroupSettings("gloo", 60.0))
     member._held.epoch = cast(Any, "an epoch that was prepared")
     member._generation = 4
@@ -96,7 +97,7 @@ def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
         assert (asked["kind"], asked["generation"], asked["what"]) == ("store", 4, what)
         if what == "set":
             came.put({"kind": "stored", "generation": 4, "call": asked["call"], "value": None})
-    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": False, "parting": True})
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": False})
     assert left.wait(SECONDS)
     came.put({"kind": "stop"})
     running.join(SECONDS)
@@ -110,12 +111,12 @@ def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pyte
     monkeypatch.setattr(group_module, "end_group", lambda group: destroyed.set())
     monkeypatch.setattr(member_module, "here_message", lambda generation, found: {"kind": "here"})
     rank: Any = SimpleNamespace(index=0, progress=SimpleNamespace(reached=reached))
-    rank.interrupt, rank.leave = lambda: None, lambda parting: None
+    rank.interrupt, rank.leave, rank.free = lambda: None, lambda keep: None, lambda: None
     member, came, said = of_rank(rank, ProcessGroupSettings("nccl", 60.0))
     member._generation, member._group._formed = 4, cast(Any, "a group")
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
-    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": False, "parting": True})
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": False})
     came.put({"kind": "ask", "generation": 5})
     assert said.get(timeout=SECONDS) == {"kind": "here"}
     assert destroyed.wait(SECONDS)
@@ -141,9 +142,9 @@ def coming_back(times: int) -> tuple[Member, queue.SimpleQueue[Any], Messages]:
     experts = SimpleNamespace(use_weights=lambda paths: None, bytes_read=9, bank=SimpleNamespace(nbytes=9))
     progress = SimpleNamespace(join=lambda phase: None, reached=Reached(0, Phase.PREPARED))
     rank: Any = SimpleNamespace(
-        index=0, loaded=True, take=lambda epoch: (), experts=experts, progress=progress
+        index=0, loaded=True, outlives=True, take=lambda epoch: (), experts=experts, progress=progress
     )
-    rank.interrupt, rank.leave = lambda: None, lambda parting: None
+    rank.interrupt, rank.leave, rank.free = lambda: None, lambda keep: None, lambda: None
     wire: Any = SimpleNamespace(receive=receive, send=said.put)
     member = Member(rank, Lane(0, 4, 100), wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
     found = iter([True] * times + [False])
@@ -152,8 +153,7 @@ def coming_back(times: int) -> tuple[Member, queue.SimpleQueue[Any], Messages]:
 
 
 def prepared(generation: int, epoch: Epoch) -> dict[str, Any]:
-    entry = {"kind": "prepare", "generation": generation, "epoch": epoch_message(epoch)}
-    return entry | {"after": True, "parting": False}
+    return {"kind": "prepare", "generation": generation, "epoch": epoch_message(epoch), "after": True}
 
 
 def until_said(said: Messages, kind: str) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def test_a_member_that_cannot_load_beforehand_says_so_whatever_it_was_before() -
     member, came, said = without_a_lane(2)
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
-    came.put({"kind": "abort", "generation": 4, "reason": "the stream broke", "back": True, "parting": True})
+    came.put({"kind": "abort", "generation": 4, "reason": "the stream broke", "back": True})
     came.put({"kind": "load", "generation": 0, "epoch": {}})
     failed = said.get(timeout=SECONDS)
     assert failed["kind"] == "failed" and "rank 2: 'load' failed" in failed["reason"]

@@ -2,8 +2,8 @@
 
 A generation is one process group: prepared (every owner has its experts), joined, serving. When a member is
 lost or cannot go on, it aborts, and once all members are there again a fresh one forms. A member that does
-not answer is parted with: its process is ended. No generation forms before it is seen dead, but for one of
-those that go on without it, where nothing that it may still do harms them (`Seat.outlives`).
+not answer is parted with: its process is ended. No generation forms before it is seen dead, but where nothing
+that it may still do harms the others (`Seat.outlives`).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Generations:
         self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
         self._awaits_ends = False  # a generation is due, once processes that were given up have ended
-        self._outlives = False  # the last that served: those that go on need not wait for the others' ends
-        self._at_once = False  # the next one does not wait for ends
+        self._joining = 0  # the newest generation that members were told to join
+        self._outlives = False  # no later one need wait for the ends of its members
         self.parted = Parted()
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
         self._blame = self._no_blame()
         self.hold_seconds = 30.0  # for which lanes keep calls
         # who leaves while the group serves, and who joins
-        self.turnover = Turnover(group, self.parted.give_up, lambda process: self.parted.on_given_up(process))
+        self.turnover = Turnover(group, self._give_up, lambda process: self.parted.on_given_up(process))
         self.layers = OpenLayers()
         self.turnover.unread = lambda: self.layers.unread
         self._joined = frozenset[int]()  # who has joined between two steps, until that generation serves
@@ -104,7 +104,7 @@ class Generations:
     @property
     def degraded(self) -> str:
         """What a group that serves does without, in words; empty where it lacks nothing."""
-        return "; ".join([*self.turnover.words, *filter(None, [self.layers.reason])])
+        return "; ".join([*self.turnover.words, *filter(None, [self.layers.reason, self.parted.said])])
 
     def set_state(self, state: str, reason: str) -> None:
         """Sets the group's state and why it is in it, and tells those who asked to hear."""
@@ -146,7 +146,7 @@ class Generations:
         members have heard of. Those of the seats `wanted` that it is without may return: to what they had in
         `first`, the service's first epoch, or as new ranks.
         """
-        self._group.generation = generation
+        self._group.generation = self._joining = generation
         if generation:
             self._served, self._unserved_since = True, time.monotonic()
         self.turnover.recovered(first, wanted)
@@ -166,7 +166,7 @@ class Generations:
             return
         del self._seats[rank]
         if not self.ended:
-            self.parted.give_up(seat.process(rank))
+            self._give_up(seat.process(rank))
             self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
     def given_up(self, process: RankProcess, why: str) -> None:
@@ -217,7 +217,6 @@ class Generations:
             return False
         self._retries.reset()
         self._served, self._unserved_since, self.aborted = True, None, ""
-        self._outlives = all(seat.outlives for seat in self._seats.values())
         self.set_state("serving", self.degraded)  # which is said anew whenever somebody asks
         number, epoch = self._group.generation, self._group.epoch.number
         log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
@@ -257,9 +256,7 @@ class Generations:
         self.turnover.take_leave()
         goes_on = self._served and self.turnover.go_on_without(self._group.missing)
         pause = 0.0 if goes_on or joining is not None else SETTLE_SECONDS
-        did_not_form = said and self.state in ("preparing", "joining")
-        self._at_once = self._outlives and (goes_on or joining is not None) and not did_not_form
-        if did_not_form:
+        if said and self.state in ("preparing", "joining"):
             pause = max(pause, self._retries.next())
             log.warning("the next generation is tried in %.1f s", pause)
         if self.state == "serving":
@@ -272,7 +269,6 @@ class Generations:
         self.layers.clear()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         gone = {"kind": "abort", "generation": aborted, "reason": reason, "back": self._served}
-        gone |= {"parting": not self.parted.all_ended()}
         self._group.broadcast(gone)
         self.set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
@@ -287,7 +283,7 @@ class Generations:
         blamed = self._blame.due(self._standstill())
         turning = time.monotonic() + TURN_LOOK_SECONDS if self.turnover.turning else math.inf
         silent = self.turnover.returning.due()
-        return min(self._form_at, forming, blamed, turning, silent, self._give_up_at())
+        return min(self._form_at, forming, blamed, turning, silent, self.parted.due, self._give_up_at())
 
     def advance(self, now: float) -> None:
         """Forms the next generation, ends waits that are over, and the service where it has to end."""
@@ -295,6 +291,8 @@ class Generations:
             return
         if self._form_at <= now and not self._group.missing:
             self._form(now)
+        if not self._awaits_ends:
+            self.parted.report(now, waits=False)
         self._end_waits(now)
         self.turnover.end_silent(now)
         self._turn(now)
@@ -310,8 +308,7 @@ class Generations:
 
     def look_for_ends(self) -> None:
         """The launcher has said anew which processes there are: a generation that waits for ends may form."""
-        self.parted.forget_ended()
-        if self._awaits_ends:
+        if self.parted.all_ended() and self._awaits_ends:
             self._form_at = time.monotonic()
             self._group.lock.notify_all()
 
@@ -326,11 +323,10 @@ class Generations:
         """Begins a fresh generation, now that all members are connected, and those before them have ended or
         can do no harm.
         """
-        parting = not self.parted.all_ended()
-        self._awaits_ends = parting and not self._at_once
+        self._awaits_ends = not self.parted.all_ended() and not self._outlives
         if self._awaits_ends:
             self._form_at = now + GONE_LOOK_SECONDS
-            if undead := self.parted.report(now):
+            if undead := self.parted.report(now, waits=True):
                 self.set_state("forming", undead)
             return
         self._form_at = math.inf
@@ -339,18 +335,24 @@ class Generations:
         number, epoch = self._group.generation, epoch_message(self._group.epoch)
         self.set_state("preparing", f"generation {number} is loading experts")
         prepare = {"kind": "prepare", "generation": number, "epoch": epoch, "after": self._served}
-        self._group.broadcast(prepare | {"parting": parting})
+        self._group.broadcast(prepare)
 
     def _join(self) -> None:
-        """Has the members form a process group; each is told its position, which is its rank there."""
+        """Has the members form a process group; each is told its position, which is its rank there, and in
+        which generations' memory others may still write: all that join have left those.
+        """
         self.set_state("joining", f"generation {self._group.generation} is joining")
         members = self._group.members
+        self._joining = self._group.generation
+        self._outlives = all(seat.outlives for seat in self._seats.values())
+        self.parted.has_left([seat.process(rank) for rank, seat in self._seats.items()])
         entry = {
             "kind": "join",
             "generation": self._group.generation,
             "epoch": self._group.epoch.number,
             "group": f"{self._name}-{self._group.generation}",
             "size": len(members),
+            "parting": self.parted.generations,
         }
         for number, seat in list(self._seats.items()):
             self._group.send(seat, entry | {"position": members.position(number)})
@@ -398,7 +400,13 @@ class Generations:
         self._group.send(seat, {"kind": "stop"})
         seat.stream.close()
         if (process := seat.process(rank)) != heir:
-            self.parted.give_up(process)
+            self._give_up(process)
+        else:
+            self.parted.linger(process, self._joining)
+
+    def _give_up(self, process: RankProcess) -> None:
+        """Has the launcher end the process of a member."""
+        self.parted.give_up(process, self._joining)
 
     def _give_up_at(self) -> float:
         """When the service ends because it has not served for so long."""

@@ -34,8 +34,8 @@ GiveUp = Callable[[RankProcess], None]
 class Turnover:
     """Changes the epoch's members and seats processes; generations form of them elsewhere.
 
-    It has no thread, and the caller of any method holds the group's lock. `give_up` ends a process that no
-    generation may form before, `let_go` one that no generation has to do with.
+    It has no thread, and the caller of any method holds the group's lock. `give_up` ends a process that had a
+    part in a generation, `let_go` one that no generation has to do with.
     """
 
     def __init__(self, group: Group, give_up: GiveUp, let_go: GiveUp) -> None:

@@ -185,6 +185,7 @@ class Member:
         self.on_end()  # nothing on the device waits for rows any more
         self._steps.close()
         self._leave()
+        self._rank.free()
         for left in self._entries.rest():
             if left["kind"] == "act":  # it finds that no step can be launched
                 left["act"]()
@@ -206,7 +207,7 @@ class Member:
             while not self._told_to_stop:
                 log.warning("rank %d: %s", self._rank.index, why)
                 self._end_generation(why, back=True)
-                self._entries.put({"kind": "abort", "parting": True})  # nobody knows who else is lost
+                self._entries.put({"kind": "abort"})
                 if not self.come_back():
                     break
                 self._heads += 1
@@ -296,7 +297,7 @@ class Member:
                 self.changes.commit(entry)
             case "abort":
                 self.on_serving(0, 0)
-                self._leave(parting=entry["parting"])
+                self._leave()
             case "act":
                 entry["act"]()
                 self._steps.report_if_due(None if self._generation == ABORTED else self._generation)
@@ -322,12 +323,12 @@ class Member:
         """Leaves the generation before, loads what the epoch gives this member, and votes."""
         self._rank.progress.join(Phase.PREPARED)
         self._say_here(entry["generation"])
-        self._leave(parting=entry["parting"])
+        self._leave()
         self.changes.release()
         self._held.prepare(epoch_from(entry["epoch"]), entry["generation"], after=entry["after"])
-        lacks = {"lacks": list(self._held.lacks)}
-        prepared = {"kind": "prepared", "generation": entry["generation"]}
-        self._tell(prepared | self._held.counts() | lacks)
+        outlives = self._group.by_gloo and self._rank.outlives
+        prepared = {"kind": "prepared", "generation": entry["generation"], "outlives": outlives}
+        self._tell(prepared | self._held.counts() | {"lacks": list(self._held.lacks)})
 
     def _load_beforehand(self, entry: Message) -> None:
         """Loads the experts of the epoch that this member is to join, while the group serves without it. What
@@ -351,7 +352,8 @@ class Member:
         group = self._group.join(meeting, self._rank.device, lambda: generation == self._generation)
         grouped = time.perf_counter()
         self._rank.progress.join(Phase.DISPATCHERS)
-        self._rank.join(group)
+        self._rank.free(but=entry["parting"])
+        self._rank.join(group, generation)
         self.joined = True
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
@@ -368,10 +370,8 @@ class Member:
         if entry["generation"] != self._generation and self._lane is not None:
             self._lane.hold("the group is forming again")  # its abort came before the lane was open
         self.on_serving(entry["generation"], self._held.epoch.number)
-        plans = self._rank.plans
-        outlives = self._group.by_gloo and all(plan.outlives for plan in plans.values())
-        joined = {"kind": "joined", "generation": entry["generation"], "outlives": outlives}
-        self._tell(joined | {"plans": plans_message(plans)})
+        joined = {"kind": "joined", "generation": entry["generation"]}
+        self._tell(joined | {"plans": plans_message(self._rank.plans)})
         self._restoring.begin(entry["generation"], self._held.lacks)
 
     def _drain(self, message: Message) -> None:
@@ -392,13 +392,14 @@ class Member:
         """Tells the head that this process runs, and goes on."""
         self._tell(here_message(generation, self._rank.progress.reached))
 
-    def _leave(self, *, parting: bool = False) -> None:
-        """Closes the dispatchers and ends the generation's group; no other group of the process changes.
-        parting: members that are lost may have yet to end.
+    def _leave(self) -> None:
+        """Ends the generation's group and lets go of the dispatchers; no other group of the process changes.
+
+        What other members may still write to is kept: they have yet to leave, or to end.
         """
         self._restoring.stop()
         self._steps.drain()
         self.joined = False
         self.on_leave()
-        self._rank.leave(parting=parting)
+        self._rank.leave(keep=True)
         self._group.leave()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.device.huge_pages import empty_in_huge_pages
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot, slot_checksum
 from moeserve.experts.cover.breather import Breather
@@ -28,10 +30,13 @@ from moeserve.runtime.rank.weights.peers import HeldExpert, PeerRefused, Peers
 
 log = logging.getLogger(__name__)
 
+ALIGNED = 64  # bytes that a tensor begins at a multiple of
 NICENESS = 10  # of the thread that fills them: steps come first
 TRIES = 3  # copies of one expert from its owner whose checksum may be wrong, before the disk is read
 ROUNDS = 3  # in which owners are asked for what they did not give; then the disk is read
 NEWS_SECONDS = 1.0  # between these, for word of another epoch
+SETTLED_SECONDS = 0.5  # without a change, before shadows are filled: callers wait for what comes after a loss
+CHANGING_SECONDS = 5.0  # for which changes that follow one another put that off
 
 PeerAddresses = Mapping[int, str]
 """By owner: the address at which its process gives its experts."""
@@ -129,11 +134,20 @@ class Shadows:
         return self._changed and self._epoch is not None and bool(self._addresses)
 
     def _next(self) -> Epoch | None:
-        """The epoch to fill shadows for, once it has changed; None when they are closed."""
+        """The epoch to fill shadows for, once it has changed and is settled; None when they are closed."""
         with self._news:
             self._news.wait_for(lambda: self._closed or self._has_work)
+            until = time.monotonic() + CHANGING_SECONDS
             self._changed = False
-            return None if self._closed else self._epoch
+            while self._news.wait_for(lambda: self._closed or self._changed, self._settling(until)):
+                if self._closed:
+                    return None
+                self._changed = False
+            return self._epoch
+
+    @staticmethod
+    def _settling(until: float) -> float:
+        return min(SETTLED_SECONDS, max(0.0, until - time.monotonic()))
 
     def _refill(self, epoch: Epoch) -> None:
         """Drops the shadows that `epoch` needs no more, and fills those that it needs.
@@ -242,9 +256,14 @@ class Shadows:
 
 
 def _host_memory(like: Slot) -> dict[str, Tensor]:
-    """Host memory for one expert, of the dtypes and shapes of a slot; page-locked beside a GPU."""
-    pinned = any(tensor.is_cuda for tensor in like.values())
+    """Host memory for one expert, of the dtypes and shapes of a slot: page-locked beside a GPU, and else one
+    piece in huge pages, which a killed process gives back soon.
+    """
+    if any(tensor.is_cuda for tensor in like.values()):
+        return {name: torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for name, one in like.items()}
+    sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in like.values()]
+    pieces = empty_in_huge_pages((sum(sizes),), torch.uint8).split_with_sizes(sizes)
     return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        for name, tensor in like.items()
+        name: piece[: one.nbytes].view(one.dtype).view(one.shape)
+        for (name, one), piece in zip(like.items(), pieces, strict=True)
     }
