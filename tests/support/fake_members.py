@@ -120,11 +120,11 @@ def serving(
     """The members' processes, by seat, of a group that serves: prepared, joined, each at its position. Those
     of `waits` (None: all) say that a later group has to wait for the ends of this one's members.
     """
-    found = {seat: FakeMember(coordinator, seat) for seat in members.seats}
+    outlives = {seat: waits is not None and seat not in waits for seat in members.seats}
+    found = {seat: FakeMember(coordinator, seat, outlives=outlives[seat]) for seat in members.seats}
     for one in found.values():
         assert epoch_from(one.entry("prepare")["epoch"]).members == members
-        outlives = waits is not None and one.seat not in waits
-        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[], outlives=outlives)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for seat, one in found.items():
         joining = one.entry("join")
         assert (joining["position"], joining["size"]) == (members.position(seat), len(members))

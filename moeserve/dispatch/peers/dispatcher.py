@@ -40,6 +40,7 @@ from moeserve.dispatch.peers.memory import (
     disagreement,
     exchanges,
     join_memory,
+    leave_over,
 )
 from moeserve.dispatch.peers.sequence import BUFFERS
 from moeserve.dispatch.peers.tables import PeerTables
@@ -121,7 +122,7 @@ class PeerDispatcher(Dispatcher):
             self._kernels = None if spec.device == "cpu" else PeerKernels(*own)
             self._twin = PeerTwin(layout, memory, self._liveness) if spec.device == "cpu" else None
         except BaseException:
-            memory.close()
+            leave_over(memory)
             raise
         self.counts_on_device = self._kernels is not None
         self._number = self._recorded = 0  # the last step's, and dispatches that were recorded

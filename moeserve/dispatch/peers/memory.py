@@ -160,8 +160,21 @@ class MemoryRequest:
         return PeerOffer(self.member, socket.gethostname(), self.nbytes, handle, self.layout, refused)
 
 
-_LEFT: list[PeerMemory] = []
-"""Of joinings that came to no end, and that others may have mapped: they unmap it before they join again."""
+_LEFT: list[PeerMemory] = []  # of joinings that came to no end
+
+
+def leave_over(memory: PeerMemory) -> None:
+    """Parts with memory that others may have mapped, and that nobody is going to use."""
+    _LEFT.append(memory)
+    memory.part()
+
+
+def left_over() -> list[PeerMemory]:
+    """What was left over since the last time: its taker closes it once others have unmapped it."""
+    found = []
+    while _LEFT:
+        found.append(_LEFT.pop())
+    return found
 
 
 def join_memory(request: MemoryRequest, group: ProcessGroup) -> PeerMemory:
@@ -169,11 +182,8 @@ def join_memory(request: MemoryRequest, group: ProcessGroup) -> PeerMemory:
 
     Collective over `group`, whose members must share a host. When one cannot allocate or map, or is refused
     for a reason of its caller's, all raise RuntimeError with every member's reason. Nothing stays allocated
-    then, nor where a member is lost meanwhile; but for what others may have mapped, which stays until the
-    next time.
+    then, nor where a member is lost meanwhile, but for what others may have mapped: that is `left_over`.
     """
-    while _LEFT:
-        _LEFT.pop().close()
     memory, reason = None, request.refused
     try:
         memory = None if reason else PeerMemory(request.nbytes, request.device)
@@ -205,8 +215,7 @@ def join_memory(request: MemoryRequest, group: ProcessGroup) -> PeerMemory:
         found: list[tuple[int, str]] = _gathered((request.member.seat, reason), group)
         _raise({seat: text for seat, text in found if text})
     except BaseException:
-        memory.part()
-        _LEFT.append(memory)
+        leave_over(memory)
         raise
     return memory
 

@@ -75,7 +75,6 @@ class MemberMessages:
     def _prepared(self, rank: int, seat: Seat, message: Message) -> None:
         """Notes what a member holds, and which layers it has yet to read."""
         seat.bytes_read, seat.weight_bytes = int(message["bytes_read"]), int(message["weight_bytes"])
-        seat.outlives = bool(message.get("outlives", False))
         self._generations.prepared(rank, positions_from(message, len(self._layers)))
 
     def _joined(self, rank: int, seat: Seat, message: Message) -> None:

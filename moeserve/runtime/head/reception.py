@@ -50,7 +50,7 @@ class Seat:
     bytes_read: int = 0
     weight_bytes: int = 0
     generation: int = 0  # the last that it joined
-    outlives: bool = False  # the group that it joins, or is in: no later one need wait for its members' ends
+    outlives: bool = False  # no group need wait until members of one before have ended
     steps: int = 0
     expert_rows: int = 0
     unreachable: str = ""  # why what was sent to it did not arrive
@@ -175,6 +175,7 @@ class Reception:
             hello.get("weights", ""),
             plans_from(hello),
             again=bool(hello.get("again", False)),
+            outlives=bool(hello.get("outlives", False)),
         )
 
 

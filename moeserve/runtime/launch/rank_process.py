@@ -139,6 +139,7 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
             "metrics": process.metrics_address,
             "weights": process.weights_address,
             "plans": plans_message(process.rank.plans),
+            "outlives": process.member.outlives,
         }
         stream.send(full)
         process.member.run()

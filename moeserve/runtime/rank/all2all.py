@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.by_rows import ByRows
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec, Living, Traffic
+from moeserve.dispatch.peers.memory import left_over
 from moeserve.runtime.control.messages import ANY_GENERATION
 from moeserve.runtime.planning.costing import CostBook
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
@@ -28,6 +29,13 @@ class PeersLate(RuntimeError):
     """A step has no right answer: it went without the rows of members that were late; names their seats."""
 
 
+class Closes(Protocol):
+    """A dispatcher, or what is left of one that was not built."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
 class StepTraffic(NamedTuple):
     """The dispatcher that carried a step, and the bytes that left for other ranks."""
 
@@ -43,8 +51,8 @@ class RankDispatchers:
         self._costs, self._spec_of = costs, spec_of
         self._built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
         self._generation = 0  # of which those are
-        self._kept: list[tuple[int, Dispatcher]] = []  # of generations before: members may still write there
-        self._nbytes: dict[Dispatcher, int] = {}  # of the device, that each of all these holds, where known
+        self._kept: list[tuple[int, Closes]] = []  # of generations before: members may still write there
+        self._nbytes: dict[Closes, int] = {}  # of the device, that each of all these holds, where known
         self._of_layer: dict[int, Dispatcher] = {}
         self._parts: dict[tuple[int, DispatcherKey], Dispatcher] = {}  # by layer, and dispatcher and wire
         self._specs: dict[int, DispatchSpec] = {}  # of each layer's last range
@@ -68,6 +76,16 @@ class RankDispatchers:
         """
         self.leave()
         self._interrupted, self._generation = False, generation
+        try:
+            self._build(planned, group)
+        except BaseException:
+            for memory in left_over():
+                self._kept.append((generation, memory))
+                self._nbytes[memory] = memory.nbytes
+            raise
+        return self._plans
+
+    def _build(self, planned: dict[int, Plan], group: ProcessGroup | None) -> None:
         self._plans = self._costs.choose(planned, self._spec_of, group)
         for layer, plan in self._plans.items():
             for span in plan.dispatchers:
@@ -75,7 +93,6 @@ class RankDispatchers:
             self._specs[layer] = self._spec_of(plan, plan.dispatchers[-1])
             ranges = [(span.up_to, self._parts[layer, span.key]) for span in plan.dispatchers]
             self._of_layer[layer] = ranges[0][1] if len(ranges) == 1 else ByRows(ranges)
-        return self._plans
 
     def _part(self, plan: Plan, span: DispatchSpan, group: ProcessGroup | None) -> Dispatcher:
         """The dispatcher of one range, built for the most rows of any range that it serves."""

@@ -55,6 +55,7 @@ class Rank:
         self.progress = Progress()
         self.meter: LoadMeter | None = None
         self._position = {layer: at for at, layer in enumerate(served.layers)}
+        self._costing = costing
         self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
         self._rows = ExpertRows(len(served.layers))
         self._runner = StepRunner(served, device, self.experts, self._dispatchers, self.progress, self._rows)
@@ -147,12 +148,12 @@ class Rank:
 
     def join(self, group: ProcessGroup | None = None, generation: int = 0) -> None:
         """Builds the dispatchers over `group`, of this epoch's members by position; None: this one is alone.
-        generation: the group's, as `free` has it.
+        generation: the group's, as `free` has it; 0: what was built before is closed.
 
         Layers of the same sizes share one. The group stays its owner's, who ends it after `leave`. Collective
         over it. Where several could serve and the configuration asks for it, they are measured first.
         """
-        self._runner.drop_graphs()
+        self.leave(keep=bool(generation))
         self._number = 0
         self.plans = self._dispatchers.join(self._planned, group, generation)
         self._warming.grouping(self.plans, self._place.held)
@@ -178,8 +179,10 @@ class Rank:
 
     @property
     def outlives(self) -> bool:
-        """Whether the next group is safe from members that have yet to end, as `Plan.outlives`."""
-        return all(plan.outlives for plan in self._planned.values())
+        """Whether the next group is safe from members that have yet to end, as `Plan.outlives`, and none is
+        measured: those are closed at once, whoever may still write there.
+        """
+        return all(plan.outlives and not self._costing.counts(plan) for plan in self._planned.values())
 
     def leave(self, *, keep: bool = False) -> None:
         """Closes the dispatchers, and drops the graphs that use them. `keep`: what other members may still

@@ -14,7 +14,7 @@ import pytest
 from fake_members import SECONDS, TOKEN, FakeMember, form_again, until
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.control.messages import epoch_from, held_message
+from moeserve.runtime.control.messages import ANY_GENERATION, epoch_from, held_message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.generations.recovery import Recovery
@@ -175,6 +175,21 @@ def test_who_comes_late_with_a_higher_epoch_takes_the_group_there() -> None:
             while (entry := one.entries.get(timeout=SECONDS))["kind"] != "abort":
                 assert entry["kind"] == "prepare"
         assert serves(head, members, THIRD) > 9
+
+
+def test_it_does_not_know_in_which_generation_was_whom_it_gives_up_and_does_not_wait_for_its_end() -> None:
+    with started_again() as head:
+        head.generations.parted.is_gone = lambda process: False
+        FakeMember(head, 0, again=True, outlives=True).entry("welcome")
+        until(lambda: head.seats().keys() == {0})
+        members = {at: FakeMember(head, at, pid=200 + at, again=True, outlives=True) for at in (0, 1)}
+        for one in members.values():
+            one.entry("welcome")
+            one.stream.send(held_message(9, SECOND))
+        for one in members.values():
+            one.entry("prepare")
+            one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
+        assert [one.entry("join")["parting"] for one in members.values()] == [[ANY_GENERATION]] * 2
 
 
 def test_a_member_that_connects_twice_has_one_seat() -> None:

@@ -100,10 +100,10 @@ def lose(coordinator: Coordinator, waits: tuple[int, ...] = ()) -> list[FakeMemb
 
 
 def joining(members: list[FakeMember]) -> list[int]:
-    """These form a generation, as a group that outlives its members; those in which somebody may still be."""
+    """These form a generation; those in which somebody may still be."""
     for one in members:
         one.entry("prepare")
-        one.say("prepared", **NOTHING, lacks=[], outlives=True)
+        one.say("prepared", **NOTHING, lacks=[])
     parting = [one.entry("join")["parting"] for one in members]
     assert parting == [parting[0]] * len(members)
     for one in members:

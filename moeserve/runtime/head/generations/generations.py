@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 
 from moeserve.proto.texts import clipped
-from moeserve.runtime.control.messages import epoch_message
+from moeserve.runtime.control.messages import ANY_GENERATION, epoch_message
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
@@ -55,8 +55,7 @@ class Generations:
         self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
         self._awaits_ends = False  # a generation is due, once processes that were given up have ended
-        self._joining = 0  # the newest generation that members were told to join
-        self._outlives = False  # no later one need wait for the ends of its members
+        self._joining = ANY_GENERATION  # the newest that this head has told members to join
         self.parted = Parted()
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
@@ -99,7 +98,10 @@ class Generations:
     @property
     def reason(self) -> str:
         """Why the group is in its state; of one that serves, what it does without now."""
-        return self.degraded if self.state == "serving" else self._reason
+        if self.state == "serving":
+            return self.degraded
+        said = self.parted.said
+        return self._reason if said in self._reason or self.ended else f"{self._reason}; {said}"
 
     @property
     def degraded(self) -> str:
@@ -146,7 +148,7 @@ class Generations:
         members have heard of. Those of the seats `wanted` that it is without may return: to what they had in
         `first`, the service's first epoch, or as new ranks.
         """
-        self._group.generation = self._joining = generation
+        self._group.generation = generation
         if generation:
             self._served, self._unserved_since = True, time.monotonic()
         self.turnover.recovered(first, wanted)
@@ -283,7 +285,8 @@ class Generations:
         blamed = self._blame.due(self._standstill())
         turning = time.monotonic() + TURN_LOOK_SECONDS if self.turnover.turning else math.inf
         silent = self.turnover.returning.due()
-        return min(self._form_at, forming, blamed, turning, silent, self.parted.due, self._give_up_at())
+        undead = math.inf if self._awaits_ends else self.parted.due
+        return min(self._form_at, forming, blamed, turning, silent, undead, self._give_up_at())
 
     def advance(self, now: float) -> None:
         """Forms the next generation, ends waits that are over, and the service where it has to end."""
@@ -323,7 +326,8 @@ class Generations:
         """Begins a fresh generation, now that all members are connected, and those before them have ended or
         can do no harm.
         """
-        self._awaits_ends = not self.parted.all_ended() and not self._outlives
+        outlives = all(seat.outlives for seat in self._seats.values())
+        self._awaits_ends = not self.parted.all_ended() and not outlives
         if self._awaits_ends:
             self._form_at = now + GONE_LOOK_SECONDS
             if undead := self.parted.report(now, waits=True):
@@ -344,7 +348,6 @@ class Generations:
         self.set_state("joining", f"generation {self._group.generation} is joining")
         members = self._group.members
         self._joining = self._group.generation
-        self._outlives = all(seat.outlives for seat in self._seats.values())
         self.parted.has_left([seat.process(rank) for rank, seat in self._seats.items()])
         entry = {
             "kind": "join",

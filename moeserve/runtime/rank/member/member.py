@@ -119,6 +119,11 @@ class Member:
         generation = self._generation if self._generation > 0 else None
         return generation, None if epoch is None else epoch.number
 
+    @property
+    def outlives(self) -> bool:
+        """Whether no group of this member need wait until members of one before have ended."""
+        return self._group.by_gloo and self._rank.outlives
+
     def observe_rows(self, observe: Callable[[int, int], None]) -> None:
         """Has `observe` told how many rows of a layer the device has computed since the last time."""
         self._steps.observe_rows = observe
@@ -326,9 +331,9 @@ class Member:
         self._leave()
         self.changes.release()
         self._held.prepare(epoch_from(entry["epoch"]), entry["generation"], after=entry["after"])
-        outlives = self._group.by_gloo and self._rank.outlives
-        prepared = {"kind": "prepared", "generation": entry["generation"], "outlives": outlives}
-        self._tell(prepared | self._held.counts() | {"lacks": list(self._held.lacks)})
+        lacks = {"lacks": list(self._held.lacks)}
+        prepared = {"kind": "prepared", "generation": entry["generation"]}
+        self._tell(prepared | self._held.counts() | lacks)
 
     def _load_beforehand(self, entry: Message) -> None:
         """Loads the experts of the epoch that this member is to join, while the group serves without it. What
@@ -353,6 +358,8 @@ class Member:
         grouped = time.perf_counter()
         self._rank.progress.join(Phase.DISPATCHERS)
         self._rank.free(but=entry["parting"])
+        if generation != self._generation:  # aborted meanwhile, which found nothing to interrupt
+            raise RuntimeError("the generation was aborted while memory was freed")
         self._rank.join(group, generation)
         self.joined = True
         log.info(

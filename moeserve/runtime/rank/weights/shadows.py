@@ -81,6 +81,7 @@ class Shadows:
         self._news = threading.Condition()  # around those below
         self._epoch: Epoch | None = None
         self._changed = False  # since the thread last looked
+        self._behind: float | None = None  # since when they are those of an epoch before
         self._addresses: PeerAddresses = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="shadows", daemon=True)
@@ -137,7 +138,8 @@ class Shadows:
         """The epoch to fill shadows for, once it has changed and is settled; None when they are closed."""
         with self._news:
             self._news.wait_for(lambda: self._closed or self._has_work)
-            until = time.monotonic() + CHANGING_SECONDS
+            self._behind = self._behind or time.monotonic()
+            until = self._behind + CHANGING_SECONDS
             self._changed = False
             while self._news.wait_for(lambda: self._closed or self._changed, self._settling(until)):
                 if self._closed:
@@ -168,6 +170,7 @@ class Shadows:
             if ask:
                 self._wait_for_news()
         full = [at for at, experts in wanted.items() if all(each in self._kept for each in experts)]
+        self._behind = None
         self.tell(Shadowed(epoch.number, frozenset(full), self.nbytes))
 
     def _wanted(self, epoch: Epoch) -> dict[int, list[HeldExpert]]:
