@@ -233,7 +233,7 @@ class LocalRanks:
         next one.
         """
         now = time.monotonic()
-        if (pause := self._restarts.ended(rank, now)) is not None:
+        if (pause := self._restarts.ended(rank, now, self._head.state()[0])) is not None:
             log.warning(
                 "rank %d (pid %s) ended with %s; it is started again in %.1f s (failed starts in a row: %d)",
                 rank,

@@ -9,6 +9,11 @@ from collections.abc import Callable
 from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.sections import ClusterConfig
 
+OTHERS_FIRST_SECONDS = 0.25
+"""For which a rank is not started again while others go on without it: callers wait for them meanwhile, and a
+start takes cores and memory from them.
+"""
+
 
 class Restarts:
     """When ranks that ended are started again: at once where they had joined a group, else after a pause that
@@ -25,13 +30,16 @@ class Restarts:
         self._joined.add(rank)
         self._backoffs[rank].reset()
 
-    def ended(self, rank: int, now: float) -> float | None:
-        """Notes that the rank's process was found dead; seconds until it is started again the first time that
-        this is said of a process, then None.
+    def ended(self, rank: int, now: float, state: str = "") -> float | None:
+        """Notes that the rank's process was found dead, and the group's state then.
+
+        Seconds until it is started again the first time that this is said of a process, then None.
         """
         if rank in self._due:
             return None
-        pause = 0.0 if rank in self._joined else self._backoffs[rank].next()
+        pause = OTHERS_FIRST_SECONDS if state in ("preparing", "joining", "serving") else 0.0
+        if rank not in self._joined:
+            pause = self._backoffs[rank].next()
         self._joined.discard(rank)
         self._due[rank] = now + pause
         return pause

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moeserve.runtime.launch.restarts import Restarts
+import pytest
+
+from moeserve.runtime.launch.restarts import OTHERS_FIRST_SECONDS, Restarts
 
 
 def test_a_rank_that_cannot_start_is_started_ever_more_rarely() -> None:
@@ -25,7 +27,16 @@ def test_a_rank_that_had_joined_is_started_at_once_and_its_failures_are_forgotte
     assert restarts.due(0, 0.1)
     restarts.joined(0)
     assert restarts.failures(0) == 0
-    assert restarts.ended(0, 9.0) == 0.0
+    assert restarts.ended(0, 9.0, "forming") == 0.0, "the group waits for it"
     assert restarts.due(0, 9.0)
     assert restarts.ended(0, 9.1) == 0.1, "the next process has not joined"
     assert restarts.ended(1, 9.1) == 0.1, "ranks are apart"
+
+
+@pytest.mark.parametrize("state", ["preparing", "joining", "serving"])
+def test_others_that_go_on_come_first(state: str) -> None:
+    restarts = Restarts(draw=lambda: 1.0)
+    restarts.joined(0)
+    assert restarts.ended(0, 5.0, state) == OTHERS_FIRST_SECONDS
+    assert not restarts.due(0, 5.0) and restarts.due(0, 5.0 + OTHERS_FIRST_SECONDS)
+    assert restarts.ended(0, 6.0, state) == 0.1, "the next process has not joined"

@@ -324,7 +324,7 @@ class RankActors:
         if self._stopping.is_set() or rank in self._retiring:
             log.info("rank %d (pid %s) has ended", rank, actor.pid or "none")
             return
-        pause = self._restarts.ended(rank, time.monotonic())
+        pause = self._restarts.ended(rank, time.monotonic(), self._head.state()[0])
         text = "rank %d (pid %s) has ended; it is started again in %.1f s (failed starts in a row: %d)"
         log.warning(text, rank, actor.pid or "none", pause or 0.0, self._restarts.failures(rank))
 
