@@ -76,7 +76,12 @@ class PeerDispatcher(Dispatcher):
         group = check_group(spec, group)
         check_sizes(spec)
         layout = PeerLayout(spec, grouping)
-        self._begin(layout, join_memory(_request(layout), group))
+        memory = join_memory(_request(layout), group)
+        try:
+            self._begin(layout, memory)
+        except BaseException:
+            leave_over(memory)
+            raise
 
     @classmethod
     def seated(cls, spec: DispatchSpec, grouping: Grouping, offers: Sequence[PeerOffer]) -> PeerDispatcher:
@@ -105,25 +110,21 @@ class PeerDispatcher(Dispatcher):
                     missing.discard(offer.member.seat)
             if missing:
                 raise ValueError(f"no offer of seats {sorted(missing)}, which rows travel from or to")
-        except (RuntimeError, ValueError):
+            made = cls.__new__(cls)
+            made._begin(layout, memory)
+        except BaseException:
             memory.close()
             raise
-        made = cls.__new__(cls)
-        made._begin(layout, memory)
         return made
 
     def _begin(self, layout: PeerLayout, memory: PeerMemory) -> None:
         spec = self._spec = layout.spec
         self._layout, self._memory = layout, memory
-        try:
-            self._liveness = PeerLiveness(spec.members, spec.device)
-            self._tables = PeerTables(layout, memory)
-            own = (layout, self._tables, self._liveness)
-            self._kernels = None if spec.device == "cpu" else PeerKernels(*own)
-            self._twin = PeerTwin(layout, memory, self._liveness) if spec.device == "cpu" else None
-        except BaseException:
-            leave_over(memory)
-            raise
+        self._liveness = PeerLiveness(spec.members, spec.device)
+        self._tables = PeerTables(layout, memory)
+        own = (layout, self._tables, self._liveness)
+        self._kernels = None if spec.device == "cpu" else PeerKernels(*own)
+        self._twin = PeerTwin(layout, memory, self._liveness) if spec.device == "cpu" else None
         self.counts_on_device = self._kernels is not None
         self._number = self._recorded = 0  # the last step's, and dispatches that were recorded
         self._serial = 0

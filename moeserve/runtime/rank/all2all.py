@@ -78,11 +78,10 @@ class RankDispatchers:
         self._interrupted, self._generation = False, generation
         try:
             self._build(planned, group)
-        except BaseException:
+        finally:
             for memory in left_over():
                 self._kept.append((generation, memory))
                 self._nbytes[memory] = memory.nbytes
-            raise
         return self._plans
 
     def _build(self, planned: dict[int, Plan], group: ProcessGroup | None) -> None:

@@ -96,7 +96,7 @@ def test_ranks_among_others_and_on_the_cpu_run_no_step_by_themselves(
     alone = loaded(served(path), "cpu")
     alone.join()
     among = loaded(served(path, ranks=2), NOT_THE_CPU)
-    monkeypatch.setattr(among._dispatchers, "join", lambda planned, group: planned)
+    monkeypatch.setattr(among._dispatchers, "join", lambda planned, *group: planned)
     among.join()
 
 
@@ -120,7 +120,7 @@ def test_what_needs_no_other_rank_is_run_before_a_rank_serves(
     rank = loaded(two, NOT_THE_CPU)
     chosen = {"addressed": len(list(rooms(LANE_ROWS))), "routed": 1}  # both layers have one gate, in float32
     assert seen == chosen
-    monkeypatch.setattr(rank._dispatchers, "join", lambda planned, group: planned)
+    monkeypatch.setattr(rank._dispatchers, "join", lambda planned, *group: planned)
     grouped = len(list(rooms(warming.GROUPED_CHOICES // two.checkpoint.top_k)))
     wires = {span.wire for plan in rank.plans.values() for span in plan.dispatchers}
     for _ in range(2):  # what is warm stays so when the group forms again
