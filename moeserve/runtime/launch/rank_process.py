@@ -139,7 +139,7 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
             "metrics": process.metrics_address,
             "weights": process.weights_address,
             "plans": plans_message(process.rank.plans),
-            "outlives": process.member.outlives,
+            "outlives": process.outlives,
         }
         stream.send(full)
         process.member.run()
@@ -170,7 +170,8 @@ class _RankProcess:
         name = model_name(config)
         device = own_device(config, machine, spec.gpu)  # of this thread, which runs the steps
         plans = plans_for(served, machine, config.plan.wanted)
-        rank = self.rank = Rank(spec.rank, served, plans, device, costing_of(config))
+        costing = costing_of(config)
+        rank = self.rank = Rank(spec.rank, served, plans, device, costing)
         limits = RegionLimits(
             max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions
         )
@@ -191,6 +192,8 @@ class _RankProcess:
         group_settings = ProcessGroupSettings(
             group_backend(config, machine, spec.ranks_on_host), config.step.timeout_seconds, own_process=True
         )
+        # whether no group need wait until members of one before have ended
+        self.outlives = group_settings.backend == "gloo" and all(map(costing.outlives, plans.values()))
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.come_back = stream.come_back
         self.member.observe_rows(self._telemetry.observe_rows)

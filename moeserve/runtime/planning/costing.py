@@ -51,6 +51,12 @@ class Costing:
         asked = self.measure == ALWAYS or (self.measure == AUTO and plan.machine.device != "cpu")
         return asked and plan.chooses
 
+    def outlives(self, plan: Plan) -> bool:
+        """As `Plan.outlives`; not where dispatchers are measured, which are closed at once, whoever may still
+        write to them.
+        """
+        return plan.outlives and not self.counts(plan)
+
     def setting(self, plan: Plan, hosts: tuple[str, ...]) -> CostSetting:
         """What costs of the dispatchers of `plan` hold for, between ranks on `hosts`."""
         problem = plan.problem

@@ -55,7 +55,6 @@ class Rank:
         self.progress = Progress()
         self.meter: LoadMeter | None = None
         self._position = {layer: at for at, layer in enumerate(served.layers)}
-        self._costing = costing
         self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
         self._rows = ExpertRows(len(served.layers))
         self._runner = StepRunner(served, device, self.experts, self._dispatchers, self.progress, self._rows)
@@ -176,13 +175,6 @@ class Rank:
             raise RuntimeError(
                 f"rank {self.index}: {self._number} warm steps; a service's begin at {FIRST_NUMBER}"
             )
-
-    @property
-    def outlives(self) -> bool:
-        """Whether the next group is safe from members that have yet to end, as `Plan.outlives`, and none is
-        measured: those are closed at once, whoever may still write there.
-        """
-        return all(plan.outlives and not self._costing.counts(plan) for plan in self._planned.values())
 
     def leave(self, *, keep: bool = False) -> None:
         """Closes the dispatchers, and drops the graphs that use them. `keep`: what other members may still

@@ -142,7 +142,7 @@ def coming_back(times: int) -> tuple[Member, queue.SimpleQueue[Any], Messages]:
     experts = SimpleNamespace(use_weights=lambda paths: None, bytes_read=9, bank=SimpleNamespace(nbytes=9))
     progress = SimpleNamespace(join=lambda phase: None, reached=Reached(0, Phase.PREPARED))
     rank: Any = SimpleNamespace(
-        index=0, loaded=True, outlives=True, take=lambda epoch: (), experts=experts, progress=progress
+        index=0, loaded=True, take=lambda epoch: (), experts=experts, progress=progress
     )
     rank.interrupt, rank.leave, rank.free = lambda: None, lambda keep: None, lambda: None
     wire: Any = SimpleNamespace(receive=receive, send=said.put)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 
 from moeserve.proto.texts import clipped
-from moeserve.runtime.control.messages import ANY_GENERATION, epoch_message
+from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
@@ -55,14 +55,13 @@ class Generations:
         self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
         self._awaits_ends = False  # a generation is due, once processes that were given up have ended
-        self._joining = ANY_GENERATION  # the newest that this head has told members to join
         self.parted = Parted()
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
         self._blame = self._no_blame()
         self.hold_seconds = 30.0  # for which lanes keep calls
         # who leaves while the group serves, and who joins
-        self.turnover = Turnover(group, self._give_up, lambda process: self.parted.on_given_up(process))
+        self.turnover = Turnover(group, self.parted.give_up, lambda process: self.parted.on_given_up(process))
         self.layers = OpenLayers()
         self.turnover.unread = lambda: self.layers.unread
         self._joined = frozenset[int]()  # who has joined between two steps, until that generation serves
@@ -168,7 +167,7 @@ class Generations:
             return
         del self._seats[rank]
         if not self.ended:
-            self._give_up(seat.process(rank))
+            self.parted.give_up(seat.process(rank))
             self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
     def given_up(self, process: RankProcess, why: str) -> None:
@@ -347,7 +346,7 @@ class Generations:
         """
         self.set_state("joining", f"generation {self._group.generation} is joining")
         members = self._group.members
-        self._joining = self._group.generation
+        self.parted.joining = self._group.generation
         self.parted.has_left([seat.process(rank) for rank, seat in self._seats.items()])
         entry = {
             "kind": "join",
@@ -403,13 +402,9 @@ class Generations:
         self._group.send(seat, {"kind": "stop"})
         seat.stream.close()
         if (process := seat.process(rank)) != heir:
-            self._give_up(process)
+            self.parted.give_up(process)
         else:
-            self.parted.linger(process, self._joining)
-
-    def _give_up(self, process: RankProcess) -> None:
-        """Has the launcher end the process of a member."""
-        self.parted.give_up(process, self._joining)
+            self.parted.linger(process)
 
     def _give_up_at(self) -> float:
         """When the service ends because it has not served for so long."""

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection
 
+from moeserve.runtime.control.messages import ANY_GENERATION
 from moeserve.runtime.head.reception import RankProcess
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ class Parted:
     """
 
     def __init__(self) -> None:
+        self.joining = ANY_GENERATION  # the newest that this head has told members to join
         self._processes: dict[RankProcess, int] = {}  # and the last generation that each had a part in
         self._lingering: dict[RankProcess, int] = {}  # that go on, and may still be in that generation
         self._report_at = math.inf  # when it is said again that they have not ended
@@ -30,14 +32,14 @@ class Parted:
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
         self.is_gone: Callable[[RankProcess], bool] | None = None
 
-    def give_up(self, process: RankProcess, generation: int) -> None:
-        """Has the launcher end a process, whose last generation this was."""
-        self._processes[process] = generation
+    def give_up(self, process: RankProcess) -> None:
+        """Has the launcher end a process of the newest generation that was joined."""
+        self._processes[process] = self.joining
         self.on_given_up(process)
 
-    def linger(self, process: RankProcess, generation: int) -> None:
+    def linger(self, process: RankProcess) -> None:
         """Notes that a process goes on outside the group, and may yet have to leave that generation."""
-        self._lingering[process] = generation
+        self._lingering[process] = self.joining
 
     def has_left(self, processes: Collection[RankProcess]) -> None:
         """These have left all generations before the one that forms now."""

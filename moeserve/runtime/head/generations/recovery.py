@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from moeserve.runtime.control.messages import ANY_GENERATION, held_from
+from moeserve.runtime.control.messages import held_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.generations.generations import Generations
@@ -199,7 +199,7 @@ class Recovering:
         if before is not None:
             before.stream.close()
             if before.process(number) != seat.process(number):
-                self._generations.parted.give_up(before.process(number), ANY_GENERATION)
+                self._generations.parted.give_up(before.process(number))
         self._changed()
         return True
 
@@ -241,7 +241,7 @@ class Recovering:
         for number, seat in found.silent.items():
             log.warning("rank %d (pid %d) is given up: it does not say what it holds", number, seat.pid)
             seat.stream.close()
-            self._generations.parted.give_up(seat.process(number), ANY_GENERATION)
+            self._generations.parted.give_up(seat.process(number))
         self._generations.recovered(self._first, found.generation, self._wanted)
         known = {*self._group.members.seats, *self._generations.turnover.returning.seats}
         for number, seat in found.seats.items():

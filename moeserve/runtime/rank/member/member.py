@@ -119,11 +119,6 @@ class Member:
         generation = self._generation if self._generation > 0 else None
         return generation, None if epoch is None else epoch.number
 
-    @property
-    def outlives(self) -> bool:
-        """Whether no group of this member need wait until members of one before have ended."""
-        return self._group.by_gloo and self._rank.outlives
-
     def observe_rows(self, observe: Callable[[int, int], None]) -> None:
         """Has `observe` told how many rows of a layer the device has computed since the last time."""
         self._steps.observe_rows = observe
@@ -400,9 +395,8 @@ class Member:
         self._tell(here_message(generation, self._rank.progress.reached))
 
     def _leave(self) -> None:
-        """Ends the generation's group and lets go of the dispatchers; no other group of the process changes.
-
-        What other members may still write to is kept: they have yet to leave, or to end.
+        """Ends the generation's group, and keeps of its dispatchers what other members may still write to; no
+        other group of the process changes.
         """
         self._restoring.stop()
         self._steps.drain()

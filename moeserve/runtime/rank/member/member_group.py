@@ -115,7 +115,7 @@ class MemberGroup:
         """
         settings = self._settings
         place = (meeting.name, meeting.position, meeting.size)
-        if not self.by_gloo:
+        if settings.backend != "gloo":
             kind = GroupKind(settings.backend, settings.timeout, device, settings.own_process)
             return form_group(store, *place, kind)
         before = listeners() if settings.own_process else None
@@ -125,11 +125,6 @@ class MemberGroup:
         if before is not None:
             close_to_strangers(but=before)  # all members are connected
         return formed
-
-    @property
-    def by_gloo(self) -> bool:
-        """Whether its members meet by gloo, whose connections end with the group."""
-        return self._settings.backend == "gloo"
 
     def answered(self, message: Message) -> None:
         """Takes the head's answer to what the store asked."""
@@ -169,7 +164,7 @@ class MemberGroup:
             return
         end_group(group)
         del group
-        if self.by_gloo:
+        if self._settings.backend == "gloo":
             threading.Thread(target=_let_go, args=(kept,), name="closing").start()
 
 
