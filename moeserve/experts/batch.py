@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,6 +98,19 @@ class ExpertWeights:
         loose = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
         moved = {name: None if tensor is None else tensor.to(device) for name, tensor in loose.items()}
         return replace(self, gate_up=self.gate_up.to(device), down=self.down.to(device), **moved)
+
+
+class Tally(NamedTuple):
+    """Rows of a step by slot, int32 `[e]`, and the sums of all steps to which they are yet to be added, int64
+    `[e]`.
+    """
+
+    counts: Tensor
+    totals: Tensor
+
+    def add(self) -> None:
+        """Counts them: one small kernel."""
+        self.totals.add_(self.counts)
 
 
 @dataclass(frozen=True, eq=False)

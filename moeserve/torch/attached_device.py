@@ -56,6 +56,7 @@ class AttachedDevice:
         with torch.cuda.device(device):
             self._table = words(device)
             self._abort, self._words = _pinned(1, torch.int32), _pinned(WORDS, torch.int64)
+        self._gone: list[CallerLane] = []  # whose ranks are, and that are yet to be closed
         self._lane: CallerLane | None
         self._lane, self._kernels = self._made(layout, rows_wire)
         self._layout = layout = self._lane.layout
@@ -128,6 +129,7 @@ class AttachedDevice:
         since then are zeros. A graph that was recorded stays true: `renew` and replay it.
         """
         torch.cuda.synchronize(self._device)
+        self._close_gone()
         failed, self._failed = self._failed or self._ended(), None
         if failed is not None:
             self._forget()
@@ -170,8 +172,10 @@ class AttachedDevice:
             self._end_on_device()
         with self._lock:
             lane, self._lane = self._lane, None
-        if lane is not None:
-            lane.close()
+        for one in [*self._gone, lane]:
+            if one is not None:
+                one.close()
+        self._gone = []
 
     def _ended(self) -> MoeError | None:
         """What the pass has ended with, for the device or for the rank; None while it runs. Nothing of it is
@@ -195,6 +199,7 @@ class AttachedDevice:
     def _leave(self) -> None:
         """Leaves the pass that runs, once what is under way has ended; `check` tells what it ended with."""
         torch.cuda.synchronize(self._device)
+        self._close_gone()
         self._failed = self._failed or self._ended()
         self._forget()
 
@@ -314,7 +319,8 @@ class AttachedDevice:
             self._end_on_device()
             with self._lock:
                 gone, self._lane = self._lane, None
-            gone.close()
+            gone.leave()
+            self._gone.append(gone)
         if self._lane is None:
             try:
                 wire = self._layout.wire if self._in_graphs else self._asked_wire
@@ -323,6 +329,14 @@ class AttachedDevice:
                 raise Unavailable("UNAVAILABLE", away.reason, away.message) from away
             self._lane, self._layout = lane, lane.layout
         return self._lane
+
+    def _close_gone(self) -> None:
+        """Frees the memory of lanes that were left, once their ranks write to it no more. Nobody waits for
+        that: it takes a while, and another rank answers meanwhile. The device is idle now.
+        """
+        for lane in [lane for lane in self._gone if lane.left]:
+            self._gone.remove(lane)
+            lane.close()
 
     def _made(self, layout: MailLayout, wire: str) -> tuple[CallerLane, CallerKernels]:
         """A lane, and the kernels for its layout."""

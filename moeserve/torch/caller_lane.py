@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,6 +47,8 @@ class CallerLane:
     """
 
     def __init__(self, attach: Attach, layout: MailLayout, device: torch.device, rows_wire: str) -> None:
+        self._leaving: threading.Thread | None = None
+        self._over = False  # whether the rank writes no answer any more
         uuid = torch.cuda.get_device_properties(device).uuid
         with ExitStack() as undone:
             self.answers: Mapped = memory_on(str(device), layout.answers_bytes)
@@ -68,14 +71,31 @@ class CallerLane:
         box = torch.frombuffer(self.lane.memory.bytes[0], dtype=torch.uint8)
         self.addresses = self.mailbox.data_ptr(), self.answers.mine.data_ptr(), box.data_ptr()
 
+    def leave(self) -> None:
+        """Detaches it, and waits for nothing; nothing on this device uses it any more."""
+        self._leaving = threading.Thread(target=self._leave, name="lane-leaves", daemon=True)
+        self._leaving.start()
+
+    @property
+    def left(self) -> bool:
+        """Whether `leave` has come so far that `close` waits for nothing."""
+        return self._leaving is not None and not self._leaving.is_alive()
+
+    def _leave(self) -> None:
+        self._over = self.lane.rest(REST_SECONDS if self.lane.alive else GONE_SECONDS) or not self.lane.alive
+        self.lane.detach()
+
     def close(self) -> None:
-        """Detaches it; nothing on this device uses it any more. Memory that the rank may still write to stays
-        allocated.
+        """Leaves it, where that is yet to be done, and frees its memory; what the rank may still write to
+        stays allocated.
         """
-        over = self.lane.rest(REST_SECONDS if self.lane.alive else GONE_SECONDS) or not self.lane.alive
+        if self._leaving is None:
+            self.leave()
+        assert self._leaving is not None
+        self._leaving.join()  # which waits for no longer than it rests and detaches
         self.mirror.end()
         self.lane.close()
-        if over:
+        if self._over:
             self.answers.close()
         else:
             log.error("a rank does not end its pass within %g s: memory for answers is kept", REST_SECONDS)

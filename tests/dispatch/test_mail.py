@@ -28,6 +28,7 @@ from moeserve.dispatch.mail.layout import (
     MailLayout,
     Word,
 )
+from moeserve.experts.batch import Tally
 from moeserve.proto.passes.mailbox import MOST_STAGES, Status
 from moeserve.quant.formats import FP8_GROUP
 
@@ -188,7 +189,8 @@ def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
     given = kernels.Given(hidden, *((torch.zeros(rows, 256), None) if logits else chosen))
     caller.bring(1, 3, given, 64)
     owner.take(1, 3, given, torch.zeros(rows, dtype=torch.bool))
-    owner.post(1, hidden, Living(torch.ones(5, dtype=torch.int32), 0b11101))
+    tally = Tally(torch.ones(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
+    owner.post(1, hidden, tally, Living(torch.ones(5, dtype=torch.int32), 0b11101))
     owner.post(1, hidden)
     caller.fetch(1, hidden)
     takers = made.readers_of(rows, 64 if logits else 0)

@@ -40,6 +40,24 @@ class There:
         return self._device.alive and self._number == self._device.attached
 
 
+class Lane:
+    """As `attached_device.CallerLane`."""
+
+    def __init__(self, device: Device, number: int) -> None:
+        self._device, self.lane, self.layout = device, There(device, number), device.layout
+        self.addresses, self.answers = (number,) * 3, SimpleNamespace(mine=device.answers)
+
+    def leave(self) -> None:
+        self._device.leaving += 1
+
+    @property
+    def left(self) -> bool:
+        return self._device.rested
+
+    def close(self) -> None:
+        self._device.closed += 1
+
+
 class Device:
     """The device and the rank, as far as the host can tell."""
 
@@ -48,7 +66,8 @@ class Device:
         self.recording = False
         self.alive = True
         self.attached = 0
-        self.closed = 0
+        self.leaving = self.closed = 0
+        self.rested = True  # whether a rank that was left writes no answer any more
         self.passes: list[Any] = []
         self.asked: list[tuple[bool, int]] = []  # any_weights and weights_version of each pass
         self.layout = LAYOUT  # of the next lane
@@ -75,22 +94,12 @@ class Device:
         return run
 
     def lane(self, *given: Any) -> Any:
-        """As `attached_device.CallerLane`."""
+        """Makes one, as `attached_device.CallerLane` does."""
         self.wanted.append(given[-1])
         if not self.alive:
             raise Unavailable("UNAVAILABLE", "no_lane", "the rank is away")
         self.attached += 1
-        there = self.attached
-        answers = SimpleNamespace(mine=self.answers)
-        made = SimpleNamespace(
-            lane=There(self, there), addresses=(there,) * 3, answers=answers, layout=self.layout
-        )
-
-        def close() -> None:
-            self.closed += 1
-
-        made.close = close
-        return made
+        return Lane(self, self.attached)
 
     # -- as the caller's kernels
 
@@ -200,11 +209,11 @@ def test_a_recording_that_failed_is_told_once_and_calls_go_on(way: AttachedDevic
 
 def test_nothing_touches_the_memory_of_a_rank_that_is_gone(way: AttachedDevice, device: Device) -> None:
     assert all(forward(way))
-    device.alive = False
+    device.alive = device.rested = False
     for act in (way.renew, lambda: way.mixed(0, ROWS)):
         with pytest.raises(Unavailable):
             act()
-    assert device.closed == 1
+    assert device.leaving == 1
     before = list(device.touched)
     way._kernels.bring(0, 0, None, 0)  # as a graph that is replayed
     assert device.touched == before
@@ -214,6 +223,22 @@ def test_nothing_touches_the_memory_of_a_rank_that_is_gone(way: AttachedDevice, 
     way.renew()
     assert all(forward(way)) and device.touched[-1] == "2: layer 2"
     way.check()
+    assert device.closed == 0, "another rank answers before this one's memory can be freed"
+    device.rested = True
+    way.check()
+    assert device.closed == 1
+
+
+def test_a_way_that_is_closed_frees_the_memory_of_all_its_lanes(way: AttachedDevice, device: Device) -> None:
+    for _ in range(3):
+        device.alive = device.rested = False
+        with pytest.raises(Unavailable):
+            way.renew()
+        device.alive = True
+        way.renew()
+    assert (device.leaving, device.closed) == (3, 0)
+    way.close()
+    assert device.closed == 4
 
 
 @pytest.mark.parametrize("recorded", [False, True])

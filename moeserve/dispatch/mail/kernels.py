@@ -13,6 +13,7 @@ from moeserve.device.source import source
 from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail.layout import FEW_BLOCKS, MOST_BLOCKS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import FUSED, RowRecord, divides_truly
+from moeserve.experts.batch import Tally
 
 THREADS = 512
 MISFIT = 64
@@ -75,6 +76,7 @@ TAKE = Arguments(
     experts="int",
     blocks="int",
     awaited="int",
+    early="int",
     **_ROWS,
 )
 POST = Arguments(
@@ -83,6 +85,9 @@ POST = Arguments(
     answer="const uint4*",
     living="const int*?",
     places="u64",
+    counts="const int*?",
+    totals="u64*?",
+    slots="int",
     lines_at="u64",
     rows_at="u64",
     stage="int",
@@ -98,6 +103,7 @@ AWAIT = Arguments(
     stage="int",
     row_words="int",
     blocks="int",
+    early="int",
 )
 COPY = Arguments("WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64"})
 LATE, LOST = 2, 3
@@ -200,7 +206,7 @@ class CallerKernels:
         lines, rows = self._layout.answer(stage)
         blocks = self._layout.readers_of(out.shape[0])
         if awaited := blocks > FEW_BLOCKS:
-            self._await.launch(1, MOST_BLOCKS, {"lines_at": lines, "stage": stage})
+            self._await.launch(1, MOST_BLOCKS, {"lines_at": lines, "stage": stage, "early": 0})
         self._fetch.launch(
             blocks,
             THREADS,
@@ -228,23 +234,28 @@ class OwnerKernels:
         self._post = made.function("mail_post", POST).bound({"state": state})
         self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, state, Word.MAILBOX, LATE))
 
-    def take(self, stage: int, layer: int, room: Given, valid: Tensor) -> None:
+    def take(self, stage: int, layer: int, room: Given, valid: Tensor, *, early: bool = False) -> None:
         """Waits on the device for the rows of the stage's next step, and stores them in `room`; `valid` bool
         `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
+
+        early: what was launched right before is a `post` of another stage, beside which this may begin.
         """
         layout, padded = self._layout, room.hidden.shape[0]
         logits = 0 if room.weights is not None else room.route.shape[1] // 4
         rows, blocks = _rows(layout, (stage, layer), room), layout.readers_of(padded, logits)
-        awaited = blocks > FEW_BLOCKS
+        awaited, early = blocks > FEW_BLOCKS, early and self._overlaps
         if awaited:
-            self._await.launch(1, MOST_BLOCKS, {"lines_at": rows["lines_at"], "stage": stage})
+            given = {"lines_at": rows["lines_at"], "stage": stage, "early": int(early)}
+            self._await.launch(1, MOST_BLOCKS, given, overlapped=self._overlaps)
         more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
-        given = rows | more | {"valid": valid, "awaited": int(awaited)}
-        self._take.launch(blocks, THREADS, given, overlapped=awaited and self._overlaps)
+        begins = {"awaited": int(awaited), "early": int(early and not awaited)}
+        self._take.launch(blocks, THREADS, rows | more | {"valid": valid} | begins, overlapped=self._overlaps)
 
-    def post(self, stage: int, answer: Tensor, living: Living | None = None) -> None:
+    def post(
+        self, stage: int, answer: Tensor, tally: Tally | None = None, living: Living | None = None
+    ) -> None:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory; where a member
-        was given up whose sums it should have, the pass ends as lost instead.
+        was given up whose sums it should have, the pass ends as lost instead. tally: counted behind that.
         """
         lines, rows = self._layout.answer(stage)
         self._post.launch(
@@ -254,12 +265,16 @@ class OwnerKernels:
                 "answer": answer,
                 "living": None if living is None else living.words,
                 "places": 0 if living is None else living.places,
+                "counts": None if tally is None else tally.counts,
+                "totals": None if tally is None else tally.totals,
+                "slots": 0 if tally is None else len(tally.counts),
                 "blocks": self._layout.blocks,
                 "lines_at": lines,
                 "rows_at": rows,
                 "stage": stage,
                 "row_words": self._layout.row_words,
             },
+            overlapped=self._overlaps,
         )
 
 

@@ -77,6 +77,7 @@ class AttachedLane:
         self.memory = LaneMemory(self.layout, made)
         self._link, self._name = link, made.mailbox
         self.number = 0  # of the last pass
+        self._detached = False
         self._running: Pass | None = None
 
     @classmethod
@@ -171,12 +172,22 @@ class AttachedLane:
             time.sleep(REST_LOOK_SECONDS)
         return run.status is not None
 
-    def close(self) -> None:
-        """Detaches the lane; a pass that runs ends. It never fails: a rank that is gone has no lane."""
+    def detach(self) -> None:
+        """Has the rank end the lane, and a pass that runs; its memory stays mapped here until `close`.
+
+        It never fails: a rank that is gone has no lane.
+        """
+        if self._detached:
+            return
+        self._detached = True
         stub = moe_pb2_grpc.DeviceLaneServiceStub(self._link.channel)  # type: ignore[no-untyped-call]
         request = moe_pb2.DetachLaneRequest(mailbox=self._name)
         with suppress(MoeError):  # the rank sees that the leases end
             self._link.unary(stub.DetachLane, request, DETACH_SECONDS)
+
+    def close(self) -> None:
+        """Detaches the lane, and unmaps its memory."""
+        self.detach()
         self.memory.close()
         self._link.close()
 

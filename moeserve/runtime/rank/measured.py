@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moeserve.experts.batch import Tally
+
 TIMED_EVERY = 8
 """Of so many steps one is timed. More than may be under way: a graph's timestamps are read before it runs
 again.
@@ -90,19 +92,21 @@ class ExpertRows:
         if self._pending is None:
             return
         (position, counts), self._pending = self._pending, None
+        self.tally(position, counts).add()
+
+    def tally(self, position: int, counts: Tensor) -> Tally:
+        """What counts the rows of a step, of one that is recorded at each replay. Raises RuntimeError where
+        it is recorded, and none with as many slots was counted before: there is no memory for them, and a
+        graph can have none of its own.
+        """
+        counts = counts.flatten()
         slots = counts.numel()
         if slots not in self._tables:
+            if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("rows of a recorded step are counted where those of a step were before")
             table = torch.zeros((self._layers, slots), dtype=torch.int64, device=counts.device)
             self._tables[slots] = table.unbind()
-        self._tables[slots][position].add_(counts.flatten())
-
-    def add(self, position: int, counts: Tensor) -> None:
-        """Counts the rows of a step that is recorded, at each replay. Raises RuntimeError where no step with
-        as many slots was counted before: there is no memory for them, and a graph can have none of its own.
-        """
-        if (table := self._tables.get(counts.numel())) is None:
-            raise RuntimeError("rows of a recorded step are counted where those of a step were before")
-        table[position].add_(counts.flatten())
+        return Tally(counts, self._tables[slots][position])
 
     def reading(self) -> RowsReading | None:
         """What was counted so far; None where nothing was."""

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from moeserve.device.waits import check_waits
 from moeserve.dispatch.dispatcher import DispatchSpec, Living
 from moeserve.dispatch.members import Member
+from moeserve.experts.batch import Tally
 from moeserve.experts.routing.address_book import AddressBook
 from moeserve.experts.routing.choices import StepAddressing
 from moeserve.experts.routing.meter import LoadMeter, Reading
@@ -258,13 +259,14 @@ class Rank:
         layer: int,
         rows: LaneRows,
         lane_rows: tuple[int, ...],
-        then: Callable[[Tensor], None] | None = None,
+        then: Callable[[Tensor, Tally | None], None] | None = None,
         number: int = 0,
     ) -> Tensor:
         """One step as a part of a CUDA graph that the caller records: it runs when the graph is replayed,
         after `expect` has said so. Collective over the graph's replays.
 
-        then: queues what is done with the answer; behind it the step's rows are counted, as of a service.
+        then: queues what is done with the answer, and counts the step's rows, as of a service; the host of a
+        CPU has counted them, and the tally is None.
         number: of the step where nothing is recorded, and it runs at once: one of `numbers`.
 
         `lane_rows` are those of each replay, by lane and alike on all members; `rows` are on the device, and
@@ -287,13 +289,9 @@ class Rank:
         launch = Launch(layer, lane_rows, addressing, members, brings=True, number=number, timed=False)
         answer, made = self._runner.launch(launch, rows)
         if then is not None:
-            then(answer)
             assert made.counts is not None
-            if number and self.device != "cpu":
-                self._rows.take(self._position[layer], made.counts)
-                self._rows.count()
-            elif self.device != "cpu":
-                self._rows.add(self._position[layer], made.counts)
+            tally = None if self.device == "cpu" else self._rows.tally(self._position[layer], made.counts)
+            then(answer, tally)
         return answer
 
     def expect(

@@ -141,7 +141,7 @@ class StepRunner:
             answer, one = self.launch(launch._replace(lane_rows=lanes), inputs)
             if self.graphs.recording and self._device != "cpu":
                 assert one.counts is not None
-                self._expert_rows.add(launch.addressing.layer, one.counts)
+                self._expert_rows.tally(launch.addressing.layer, one.counts).add()
                 one = one._replace(counts=None)
             made.append(one)
             return answer

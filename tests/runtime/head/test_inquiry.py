@@ -12,7 +12,7 @@ from moeserve.dispatch.members import Members
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.generations import blame, generations
+from moeserve.runtime.head.generations import blame, rendezvous
 from moeserve.runtime.head.generations.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.reception import RankProcess
@@ -111,7 +111,7 @@ def test_nobody_is_named_where_all_are_equally_far() -> None:
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
-    monkeypatch.setattr(generations, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "SETTLE_SECONDS", 0.01)
     monkeypatch.setattr(blame, "BLAME_SECONDS", 0.1)
     made = Coordinator(
         Epoch.first(Mesh(3, 1, 3), layers=1, experts=6), (0,), StepPace(8, 16), "127.0.0.1", TOKEN

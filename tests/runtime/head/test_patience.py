@@ -15,7 +15,7 @@ from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.generations import blame, generations, parted
+from moeserve.runtime.head.generations import blame, parted, rendezvous
 from moeserve.runtime.head.generations.patience import (
     LEAST_SECONDS,
     MOST_SECONDS,
@@ -35,7 +35,7 @@ ANSWERED_SECONDS = 0.5  # in which a member that runs has said so, or it would b
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
-    monkeypatch.setattr(generations, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "SETTLE_SECONDS", 0.01)
     monkeypatch.setattr(blame, "BLAME_SECONDS", 0.01)
     made = Coordinator(
         Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
@@ -80,7 +80,7 @@ def test_deaths_while_the_group_forms_never_end_the_service(coordinator: Coordin
 def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations.Backoff, "next", _counted)
+    monkeypatch.setattr(Backoff, "next", _counted)
     monkeypatch.setattr(blame, "BLAME_SECONDS", ANSWERED_SECONDS)
     told, why = list[str](), "rank 0: prepare failed: no memory"
     coordinator.on_change = lambda progress: told.append(progress.reason)
@@ -96,7 +96,7 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
         for one in members.values():
             assert one.entry("abort")["reason"] == why
         until(lambda: why in told)
-    assert coordinator.generations._retries.failures == 6
+    assert coordinator.generations._rendezvous._retries.failures == 6
     for one in members.values():
         one.entry("prepare")
         one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
@@ -104,7 +104,7 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
         one.entry("join")
         one.say("joined")
     coordinator.wait_serving(SECONDS)
-    assert coordinator.generations._retries.failures == 0
+    assert coordinator.generations._rendezvous._retries.failures == 0
 
 
 def _counted(backoff: Backoff) -> float:
@@ -116,7 +116,7 @@ def _counted(backoff: Backoff) -> float:
 def test_members_that_cannot_prepare_at_the_first_start_are_tried_again_and_reported(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations.Backoff, "next", _counted)
+    monkeypatch.setattr(Backoff, "next", _counted)
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for _ in range(6):
         for one in members:
@@ -124,7 +124,7 @@ def test_members_that_cannot_prepare_at_the_first_start_are_tried_again_and_repo
         members[0].say("failed", reason="rank 0: prepare failed: no such tensor")
         for one in members:
             one.entry("abort")
-    assert coordinator.generations._retries.failures == 6
+    assert coordinator.generations._rendezvous._retries.failures == 6
     with pytest.raises(TimeoutError, match=r"did not serve within .*no such tensor"):
         coordinator.wait_serving(0.1)
     for one in members:
@@ -280,7 +280,7 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
 def test_a_generation_forms_as_soon_as_the_launcher_has_said_that_a_process_has_ended(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "GONE_LOOK_SECONDS", 10 * SECONDS)  # nobody looks by himself
+    monkeypatch.setattr(rendezvous, "GONE_LOOK_SECONDS", 10 * SECONDS)  # nobody looks by himself
     ended = threading.Event()
     coordinator.generations.parted.is_gone = lambda process: ended.is_set() or process.pid != 101
     members = serving(coordinator, MEMBERS)

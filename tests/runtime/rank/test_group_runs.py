@@ -265,6 +265,7 @@ class Own:
 
     def __init__(self, members: Members) -> None:
         self.queued: list[tuple[object, ...]] = []
+        self.early: list[bool] = []  # of each take
         self.expected: list[tuple[object, ...]] = []
         self.epoch, self.member = SimpleNamespace(members=members), members.at(0)
         made = self.runs = PassRuns.__new__(PassRuns)  # whose first act is to load kernels
@@ -279,18 +280,19 @@ class Own:
         work()
         return lambda: self.queued.append(("replayed",))
 
-    def take(self, stage: int, layer: int, room: object, valid: object) -> None:
+    def take(self, stage: int, layer: int, room: object, valid: object, *, early: bool) -> None:
         self.queued.append(("take", layer, stage))
+        self.early.append(early)
 
-    def post(self, stage: int, answer: object, living: object) -> None:
-        self.queued.append(("post", stage, living))
+    def post(self, stage: int, answer: object, tally: object, living: object) -> None:
+        self.queued.append(("post", stage, living, tally))
 
     def living(self, layer: int, rows: int) -> str:
         return f"of layer {layer}"
 
     def record(self, layer: int, rows: Any, lanes: tuple[int, ...], then: Any, number: int) -> None:
         self.queued.append(("step", layer, lanes, number))
-        then("an answer")
+        then("an answer", f"rows of layer {layer}")
 
     def numbers(self, steps: list[tuple[int, int]], number: int) -> tuple[int, ...]:
         return tuple(number + at for at in range(len(steps)))
@@ -308,14 +310,21 @@ class Own:
 def test_own_steps_are_launched_first_and_replayed_later_with_the_heads_numbers() -> None:
     own = Own(MEMBERS)
     lanes = (4, 4, 0, 0)  # of both owners; lane 3 has no owner, and brings nothing to this run
-    launched = [("take", 3, 1), ("step", 3, lanes, 100), ("post", 1, "of layer 3")]
+    post = ("post", 1, "of layer 3", "rows of layer 3")
+    launched = [("take", 3, 1), ("step", 3, lanes, 100), post]
     assert own.work((3, 1), number=100) == launched and not own.expected
-    recorded = [("recorded",), ("take", 3, 1), ("step", 3, (4, 4, 4, 4), 0), ("post", 1, "of layer 3")]
+    recorded = [("recorded",), ("take", 3, 1), ("step", 3, (4, 4, 4, 4), 0), post]
     assert own.work((3, 1), number=110) == [*recorded, ("replayed",)]
     assert own.work((3, 1), number=120) == [("replayed",)]
     assert own.expected == [([(3, 4)], 110, (2, 3)), ([(3, 4)], 120, (2, 3))]
     assert own.work((3, 0), (5, 0), number=130)[0] == ("recorded",)
     assert own.expected[-1] == ([(3, 4), (5, 4)], 130, (2, 3))
+
+
+def test_rows_are_taken_beside_the_answer_of_another_stage_and_behind_that_of_their_own() -> None:
+    own = Own(MEMBERS)
+    own.work((3, 0), (3, 1), (5, 1), (5, 0), number=100)
+    assert own.early == [False, True, False, True]
 
 
 class Carries:

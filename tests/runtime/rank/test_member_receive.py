@@ -67,7 +67,8 @@ def test_nothing_of_a_generation_is_executed_after_an_entry_that_failed() -> Non
         if entry["number"] == 1:
             raise RuntimeError("Connection reset by peer")
 
-    member._execute, member._generation = execute, 4  # type: ignore[method-assign]
+    member._execute = execute  # type: ignore[method-assign]
+    member._generation.announced(4)
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
     for number in range(4):
@@ -86,7 +87,7 @@ def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
     rank.interrupt, rank.leave, rank.free = lambda: None, lambda keep: None, lambda: None
     member, came, said = of_rank(rank, ProcessGroupSettings("gloo", 60.0))
     member._held.epoch = cast(Any, "an epoch that was prepared")
-    member._generation = 4
+    member._generation.announced(4)
     left = threading.Event()
     member.on_serving = lambda generation, epoch: left.set()
     running = threading.Thread(target=member.run, daemon=True)
@@ -113,7 +114,8 @@ def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pyte
     rank: Any = SimpleNamespace(index=0, progress=SimpleNamespace(reached=reached))
     rank.interrupt, rank.leave, rank.free = lambda: None, lambda keep: None, lambda: None
     member, came, said = of_rank(rank, ProcessGroupSettings("nccl", 60.0))
-    member._generation, member._group._formed = 4, cast(Any, "a group")
+    member._generation.announced(4)
+    member._generation._group._formed = cast(Any, "a group")
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
     came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": False})

@@ -64,6 +64,30 @@ def test_answers_have_the_bits_of_a_step(runs: PassRuns, rank: HostedRank, alone
     assert len(runs) >= 4
 
 
+def test_rows_of_runs_are_counted_behind_their_answers(
+    runs: PassRuns, rank: HostedRank, alone: Alone
+) -> None:
+    """Of steps that are launched, recorded and replayed; of few blocks, and of many."""
+    pair = Pair(runs, alone, rows=64)
+    for rows in (3, 20, 64):
+        batches = [given(alone, rows, seed=stage) for stage in (0, 1)]
+        expected(rank, 0, batches[0])  # counts, too, as the first of all
+        for _ in range(3):
+            torch.cuda.synchronize()
+            before = rank.rows_computed()
+            flight = pair.launch(ROUND, padded_rows(rows), begins=pair.begin())
+            for layer in LAYERS:
+                for stage in (0, 1):
+                    pair.bring(stage, layer, batches[stage])
+                for stage in (0, 1):
+                    pair.fetch(stage, batches[stage].hidden)
+            assert pair.told(flight) == Told(0, (2, 2))
+            now = rank.rows_computed()
+            assert before is not None and now is not None
+            more = [one - other for one, other in zip(now.read(), before.read(), strict=True)]
+            assert more == [sum(int((batch.route >= 0).sum()) for batch in batches)] * len(LAYERS)
+
+
 def test_logits_are_routed_by_the_layers_gate(runs: PassRuns, rank: HostedRank, alone: Alone) -> None:
     pair = Pair(runs, alone, stages=1)
     hidden = given(alone, 5, seed=3).hidden

@@ -21,7 +21,7 @@ from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.doors.payloads import RegionLimits, Regions, handover
 from moeserve.runtime.errors import LaneFull
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.generations import blame, generations
+from moeserve.runtime.head.generations import blame, rendezvous
 
 MEMBERS = Members.of_ranks(2)
 
@@ -41,7 +41,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
-    monkeypatch.setattr(generations, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "SETTLE_SECONDS", 0.01)
     monkeypatch.setattr(blame, "BLAME_SECONDS", 0.5)  # in which members that run have said so
     with head_of() as made:
         yield made

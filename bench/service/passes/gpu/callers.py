@@ -24,7 +24,7 @@ DEPTH = 58
 SMALL, BIG = 4, 512  # rows
 ATTENTION = (0.0, 300.0)  # microseconds of both
 AHEAD = 3  # passes of the big caller that are queued when the small one begins one
-LEAD = 2000.0  # microseconds, in which a host launches a pass
+LEAD = 10_000.0  # microseconds, in which a host launches a pass, also one whose other threads are busy
 SPUN = 1_000_000  # cycles that are timed
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from bench.service.passes.gpu.steps import microseconds
 from moeserve.dispatch.mail.kernels import Given
+from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import MoeError
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import Settings, connect
@@ -19,6 +24,8 @@ from moeserve.torch.ways import Rows
 
 HOME = "cuda:1"
 IDLE_ROWS = 16
+REBALANCE_SECONDS = 1.0  # between two rebalances
+REBALANCE_LIMIT = 30.0  # seconds for one
 
 
 class Opened(Protocol):
@@ -30,9 +37,33 @@ class Opened(Protocol):
 
 
 @contextmanager
+def rebalancing(address: str) -> Iterator[None]:
+    """Experts of the service are rebalanced meanwhile, by two policies in turn; prints what came of it."""
+    over, outcomes = threading.Event(), Counter[str]()
+
+    def run() -> None:
+        with MoeClient(address, timeout=REBALANCE_LIMIT) as client:
+            while not over.wait(REBALANCE_SECONDS):
+                policy = ("even", "eplb")[outcomes.total() % 2]
+                try:
+                    outcomes[client.rebalance(policy=policy, timeout=REBALANCE_LIMIT).outcome] += 1
+                except MoeError as error:
+                    outcomes[f"{type(error).__name__}: {error}"] += 1
+
+    thread = threading.Thread(target=run, name="rebalancing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(REBALANCE_LIMIT)
+        print(json.dumps({"rebalanced meanwhile": dict(outcomes)}), flush=True)
+
+
+@contextmanager
 def service(config: Config, order: tuple[int, ...]) -> Iterator[Opened]:
-    """The service, with a caller that is attached and idle."""
-    with LocalCluster(config) as cluster:
+    """The service, with a caller that is attached and idle, and experts that are rebalanced."""
+    with LocalCluster(config) as cluster, rebalancing(cluster.address):
 
         def opened(
             name: str, rows: int, stages: int, layers: tuple[int, ...], rows_wire: str = "auto"

@@ -294,19 +294,30 @@ DEVICE u32 agree(u64* words, u32 count) {
 //
 // A step that was launched before anybody knew of its rows has in LEAST how few there may be, for as many as were
 // launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
+//
+// Where it follows a post of another stage (`early`) it begins beside that: all before the post is over then, so that
+// nobody reads the room any more. What the post reads or writes itself (TAKEN, AGREED) waits for its end.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
-  if (args.awaited) await_launch();
+  if (!args.early) await_launch();
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), least = words[LEAST];
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
   __shared__ u32 rows;
   const int block = blockIdx.x;
+  const bool agreed = args.awaited || gridDim.x > 1;
+  u32 layer = 0, kind = 0, count_there = 0;
+  bool began = false;
   if (threadIdx.x == 0) {
     rows = 0;
-    if (!*(volatile u64*)(words + ENDED) && (args.awaited || await_tag(lines, tag, words, LATE))) {
-      const u32 layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
-      u32 count = load_relaxed(&lines->count);
+    began = !*(volatile u64*)(words + ENDED) && (args.awaited || await_tag(lines, tag, words, LATE));
+    layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
+    count_there = load_relaxed(&lines->count);
+  }
+  if (args.early && agreed) await_launch();
+  if (threadIdx.x == 0) {
+    if (began) {
+      u32 count = count_there;
       if (args.awaited) count = (u32)(words[AGREED] - 1);
       else if (gridDim.x > 1) count = agree(words, count);
       const bool other = layer != (u32)args.layer || kind != (u32)args.kind;
@@ -319,7 +330,6 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
         if (block == 0 && least) words[LEAST] = 0;  // of the run's first step; another block that reads 0 agrees
       }
     }
-    if (block == 0) words[TAKEN] = rows;
   }
   __syncthreads();
   const u32 count = rows;
@@ -342,6 +352,8 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   }
   if (block == 0)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
+  if (args.early && !agreed) await_launch();
+  if (block == 0 && threadIdx.x == 0) words[TAKEN] = count;
 }
 
 // Whether a member is waited for no more whose sums the answer should have. Each of the first 64 threads looks at a place.
@@ -350,9 +362,15 @@ DEVICE bool lacks_sums(const PostArguments& args) {
   return args.living && place < 64 && (args.places >> place & 1) && !args.living[place];
 }
 
-// Gives the answer of the step that was taken last to its caller, and counts the step.
+// Adds the rows that each slot's expert computed in this step to what it did before. By one block.
+DEVICE void tally(const PostArguments& args) {
+  for (int slot = threadIdx.x; slot < args.slots; slot += blockDim.x) args.totals[slot] += args.counts[slot];
+}
+
+// Gives the answer of the step that was taken last to its caller, and counts the step and its rows.
 extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args) {
   u64* words = args.state;
+  await_launch();
   if (args.living && __syncthreads_or(lacks_sums(args))) {
     if (threadIdx.x == 0) note_end(words, LOST);
     __syncthreads();
@@ -366,8 +384,12 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   __syncthreads();
   const u64 ended = seen;
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
+  begin_next();  // a take, which may end the pass: whether it had ended is known here
   if (blockIdx.x == 0 && threadIdx.x == 0) words[AGREED] = 0;  // of the next step
-  if (ended == MISFIT) return;
+  if (ended == MISFIT) {
+    if (blockIdx.x == 0) tally(args);
+    return;
+  }
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
     if (!ended)
       copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
@@ -380,6 +402,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
     store_relaxed(&line->third, version);
     store_release(&line->tag, tag);
   }
+  if (blockIdx.x == 0) tally(args);
   __syncthreads();
   if (threadIdx.x == 0) count_step(words, args.stage, steps);
 }
@@ -395,22 +418,26 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
 // multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
-// kernel behind it may begin as soon as all lines are there, and waits until this one is over.
+// kernel behind it may begin as soon as all lines are there, and waits until this one is over. `early`: as of a take.
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
+  if (!args.early) await_launch();
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
   const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
   __shared__ int blocks;
+  u64 agreed = 0;
   if (threadIdx.x == 0) {
     blocks = 0;
     if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, args.late)) {
       const u32 count = load_relaxed(&lines->count);
-      if (args.box == MAILBOX) words[AGREED] = (u64)count + 1;
+      agreed = (u64)count + 1;
       blocks = blocks_of(count, args.row_words, args.blocks);
     }
   }
   __syncthreads();
   if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);
+  if (args.early) await_launch();
+  if (agreed && args.box == MAILBOX) words[AGREED] = agreed;
   __syncthreads();
   begin_next();
 }

@@ -1,43 +1,41 @@
-"""`Generations`: how a group comes together, ends, and comes together again.
+"""`Generations`: the state of a group, and what ends each of its generations so that a fresh one forms.
 
-A generation is one process group: prepared (every owner has its experts), joined, serving. When a member is
-lost or cannot go on, it aborts, and once all members are there again a fresh one forms. A member that does
-not answer is parted with: its process is ended. No generation forms before it is seen dead, but where nothing
-that it may still do harms the others (`Seat.outlives`).
+A generation is one process group: prepared (every owner has its experts), joined, serving. `Rendezvous` has
+its members come together. When one is lost or cannot go on, the generation aborts, and once all members are
+there again a fresh one forms. A member that does not answer is parted with: its process is ended. No
+generation forms before it is seen dead, but where nothing that it may still do harms the others
+(`Seat.outlives`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Collection
 
 from moeserve.proto.texts import clipped
-from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.generations.blame import Blame, Ending
 from moeserve.runtime.head.generations.inquiry import Standstill
-from moeserve.runtime.head.generations.key_store import KeyStore
 from moeserve.runtime.head.generations.open_layers import OpenLayers
-from moeserve.runtime.head.generations.parted import GONE_LOOK_SECONDS, Parted
-from moeserve.runtime.head.generations.patience import Backoff, Formation, Patience
+from moeserve.runtime.head.generations.parted import Parted
+from moeserve.runtime.head.generations.patience import Patience
+from moeserve.runtime.head.generations.rendezvous import Rendezvous
 from moeserve.runtime.head.generations.turnover import Turnover
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 
 log = logging.getLogger(__name__)
 
-SETTLE_SECONDS = 0.25  # after a failure that no lost rank explains: a killed rank's stream ends by then
-TURN_LOOK_SECONDS = 0.002  # between looks whether those steps have ended
+TURN_LOOK_SECONDS = 0.002  # between looks whether steps under way have ended, so that members can join
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 
 
 class Generations:
-    """The generations of a group, and the store that the process groups of the present one meet in.
+    """The generations of a group, one after another: who has a seat in them, and what becomes of each.
 
     It has no thread: `next_at` says when `advance` is to be called. The caller of any method holds the
     group's lock.
@@ -46,18 +44,13 @@ class Generations:
     def __init__(self, group: Group) -> None:
         self._group, self._seats = group, group.seats
         self.patience = Patience()
-        self._formation = Formation((), self.patience, 0.0)
         self.state, self._reason = "forming", "waiting for ranks"
-        self._retries = Backoff()  # of generations that members say cannot form; deaths do not count
         # when the group ceased to serve; None while it serves, and before it ever did
         self._unserved_since: float | None = None
         self._served = False  # whether any generation ever did
         self.aborted = ""  # why the last generation ended, until one serves
-        self._form_at = math.inf
-        self._awaits_ends = False  # a generation is due, once processes that were given up have ended
         self.parted = Parted()
-        self._store = KeyStore()
-        self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
+        self._rendezvous = Rendezvous(group, self.parted)
         self._blame = self._no_blame()
         self.hold_seconds = 30.0  # for which lanes keep calls
         # who leaves while the group serves, and who joins
@@ -138,9 +131,7 @@ class Generations:
                 "forming", self.reason if self._group.generation else f"waiting for ranks {missing}"
             )
         else:
-            settled = time.monotonic() + (SETTLE_SECONDS if self._group.generation else 0)
-            self._form_at = min(self._form_at, settled)
-            self._group.lock.notify_all()
+            self._rendezvous.begin_soon()
 
     def recovered(self, first: Epoch, generation: int, wanted: Collection[int]) -> None:
         """A head that has started again goes on with the group's epoch after `generation`, the newest that
@@ -155,7 +146,7 @@ class Generations:
     def go_on(self, reason: str) -> None:
         """Forms a generation without the members that are missing, where that can be."""
         if self._served and self.turnover.go_on_without(self._group.missing):
-            self._form_at = time.monotonic()
+            self._rendezvous.begin_at_once()
             self.set_state("forming", reason)
 
     def lost(self, rank: int, seat: Seat, why: str) -> None:
@@ -199,7 +190,7 @@ class Generations:
         """A member answers, and how far it is, or has read one more layer."""
         self._blame.heard(rank, reached)
         stepping = reached is not None and Phase.BEGUN <= reached.phase < Phase.DONE
-        self._formation.heard(rank, time.monotonic(), stepping=stepping)
+        self._rendezvous.heard(rank, stepping=stepping)
         self._group.lock.notify_all()
 
     def prepared(self, rank: int, lacks: Collection[int] = ()) -> None:
@@ -207,16 +198,15 @@ class Generations:
         the last one has all join.
         """
         self.layers.lacks(rank, lacks)
-        self._formation.has_prepared(rank, time.monotonic())
-        if self.state == "preparing" and self._formation.prepared:
-            self._join()
+        if self._rendezvous.prepared(rank) and self.state == "preparing":
+            self.set_state("joining", f"generation {self._group.generation} is joining")
+            self._rendezvous.have_join()
 
     def joined(self, rank: int) -> bool:
         """A member is in the process group; whether with it the generation begins to serve."""
-        self._formation.has_joined(rank)
-        if self.state != "joining" or not self._formation.joined:
+        if not self._rendezvous.joined(rank) or self.state != "joining":
             return False
-        self._retries.reset()
+        self._rendezvous.succeeded()
         self._served, self._unserved_since, self.aborted = True, None, ""
         self.set_state("serving", self.degraded)  # which is said anew whenever somebody asks
         number, epoch = self._group.generation, self._group.epoch.number
@@ -224,14 +214,8 @@ class Generations:
         return True
 
     def asked(self, rank: int, message: Message) -> None:
-        """A member asks something of the store in which its process groups meet.
-
-        Raises KeyError, TypeError or ValueError where that is malformed.
-        """
-        common = {"kind": "stored", "generation": self._group.generation}
-        for number, answer in self._store.answers(rank, message):
-            if number in self._seats:
-                self._group.send(self._seats[number], common | answer)
+        """A member asks something of the store in which its process groups meet, as `Rendezvous` has it."""
+        self._rendezvous.asked(rank, message)
 
     def failed(self, rank: int, reason: str) -> None:
         """A member cannot go on. It may be the one that waited: the first one's word has all others asked."""
@@ -256,15 +240,13 @@ class Generations:
         log.warning("generation %d aborts: %s", self._group.generation, reason)
         self.turnover.take_leave()
         goes_on = self._served and self.turnover.go_on_without(self._group.missing)
-        pause = 0.0 if goes_on or joining is not None else SETTLE_SECONDS
-        if said and self.state in ("preparing", "joining"):
-            pause = max(pause, self._retries.next())
-            log.warning("the next generation is tried in %.1f s", pause)
+        unformed = said and self.state in ("preparing", "joining")
+        pause = self._rendezvous.next_pause(settled=goes_on or joining is not None, said=unformed)
         if self.state == "serving":
             self._unserved_since = time.monotonic()
         self.on_abort(reason)
         self.aborted = reason
-        self._blame, self._store = self._no_blame(), KeyStore()
+        self._blame = self._no_blame()
         self.turnover.turned()
         self._joined = frozenset(joining or ())
         self.layers.clear()
@@ -272,28 +254,24 @@ class Generations:
         gone = {"kind": "abort", "generation": aborted, "reason": reason, "back": self._served}
         self._group.broadcast(gone)
         self.set_state("forming", reason)
-        self._form_at = math.inf if self._group.missing else time.monotonic() + pause
-        self._awaits_ends = False
-        self._group.lock.notify_all()
+        self._rendezvous.end(pause)
 
     # -- time passes ----------------------------------------------------------------------------------------
 
     def next_at(self) -> float:
         """When the next bound passes, or the next generation forms; infinite for never."""
-        forming = self._formation.due() if self.state in ("preparing", "joining") else math.inf
         blamed = self._blame.due(self._standstill())
         turning = time.monotonic() + TURN_LOOK_SECONDS if self.turnover.turning else math.inf
         silent = self.turnover.returning.due()
-        undead = math.inf if self._awaits_ends else self.parted.due
-        return min(self._form_at, forming, blamed, turning, silent, undead, self._give_up_at())
+        return min(self._rendezvous.next_at(), blamed, turning, silent, self._give_up_at())
 
     def advance(self, now: float) -> None:
         """Forms the next generation, ends waits that are over, and the service where it has to end."""
         if self.ended:
             return
-        if self._form_at <= now and not self._group.missing:
+        if self._rendezvous.due(now):
             self._form(now)
-        if not self._awaits_ends:
+        if not self._rendezvous.awaits_ends:
             self.parted.report(now, waits=False)
         self._end_waits(now)
         self.turnover.end_silent(now)
@@ -310,9 +288,7 @@ class Generations:
 
     def look_for_ends(self) -> None:
         """The launcher has said anew which processes there are: a generation that waits for ends may form."""
-        if self.parted.all_ended() and self._awaits_ends:
-            self._form_at = time.monotonic()
-            self._group.lock.notify_all()
+        self._rendezvous.look_for_ends()
 
     def _turn(self, now: float) -> None:
         """Has members that have loaded join, and those leave that are to go, between two steps."""
@@ -325,43 +301,17 @@ class Generations:
         """Begins a fresh generation, now that all members are connected, and those before them have ended or
         can do no harm.
         """
-        outlives = all(seat.outlives for seat in self._seats.values())
-        self._awaits_ends = not self.parted.all_ended() and not outlives
-        if self._awaits_ends:
-            self._form_at = now + GONE_LOOK_SECONDS
+        if self._rendezvous.put_off(now):
             if undead := self.parted.report(now, waits=True):
                 self.set_state("forming", undead)
             return
-        self._form_at = math.inf
-        self._group.generation = max(self._group.generation, self._group.newest) + 1
-        self._formation = Formation(self._group.members.seats, self.patience, now)
-        number, epoch = self._group.generation, epoch_message(self._group.epoch)
-        self.set_state("preparing", f"generation {number} is loading experts")
-        prepare = {"kind": "prepare", "generation": number, "epoch": epoch, "after": self._served}
-        self._group.broadcast(prepare)
-
-    def _join(self) -> None:
-        """Has the members form a process group; each is told its position, which is its rank there, and in
-        which generations' memory others may still write: all that join have left those.
-        """
-        self.set_state("joining", f"generation {self._group.generation} is joining")
-        members = self._group.members
-        self.parted.joining = self._group.generation
-        self.parted.has_left([seat.process(rank) for rank, seat in self._seats.items()])
-        entry = {
-            "kind": "join",
-            "generation": self._group.generation,
-            "epoch": self._group.epoch.number,
-            "group": f"{self._name}-{self._group.generation}",
-            "size": len(members),
-            "parting": self.parted.generations,
-        }
-        for number, seat in list(self._seats.items()):
-            self._group.send(seat, entry | {"position": members.position(number)})
+        self._rendezvous.begin(now, self.patience)
+        self.set_state("preparing", f"generation {self._group.generation} is loading experts")
+        self._rendezvous.have_prepare(after=self._served)
 
     def _end_waits(self, now: float) -> None:
         """Ends a formation that waits for a member for too long."""
-        if self.state == "preparing" and (silent := self._formation.silent(now)):
+        if self.state == "preparing" and (silent := self._rendezvous.silent(now)):
             named = [f"rank {rank} (pid {self._seats[rank].pid}): {why}" for rank, why in silent.items()]
             for rank, why in silent.items():
                 self._part_with(rank, why)
@@ -374,7 +324,7 @@ class Generations:
             bound, key = self.patience.join, "cluster.join_seconds"
             if self._joined and self.hold_seconds:  # it served before: calls wait
                 bound, key = min((bound, key), (self.hold_seconds, "members.hold_seconds"))
-            return Standstill(what, self._formation.began, bound, key)
+            return Standstill(what, self._rendezvous.began, bound, key)
         if self.state != "serving" or (standing := self.standing_step()) is None:
             return None
         step, since = standing

@@ -17,7 +17,7 @@ GONE_REPORT_SECONDS = 5.0  # between words on processes that were killed and do 
 
 class Parted:
     """The launcher ends them. Until then they may still run, write to memory of those that were in the same
-    generation, and hold what the next one needs: `Generations` waits for their ends where that would do harm.
+    generation, and hold what the next one needs: `Rendezvous` waits for their ends where that would do harm.
     The caller of any method holds the group's lock.
     """
 

@@ -1,9 +1,10 @@
 """`Member`: one process's part in the group. It follows the coordinator's ordered stream and alone issues
 collectives. A member without a lane takes no calls; a step that it has no part in is not sent to it.
 
-Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order,
-and takes steps from the stream itself between two of them (`entries`). Doors have threads of their own, and
-so has the mover, which prepares the next epoch beside them.
+Two threads: one receives (so that an abort is seen while a step runs: `receiving`), one executes entries in
+their order, and takes steps from the stream itself between two of them (`entries`). An entry counts while its
+generation does (`generation`). Doors have threads of their own, and so has the mover, which prepares the next
+epoch beside them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from moeserve.runtime.control.messages import (
 from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
-from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.announcing import Announcing
 from moeserve.runtime.rank.member.changes import MemberChanges
 from moeserve.runtime.rank.member.entries import Entries
+from moeserve.runtime.rank.member.generation import MemberGeneration
 from moeserve.runtime.rank.member.held_epoch import HeldEpoch
-from moeserve.runtime.rank.member.member_group import Meeting, MemberGroup, ProcessGroupSettings
+from moeserve.runtime.rank.member.member_group import MemberGroup, ProcessGroupSettings
+from moeserve.runtime.rank.member.receiving import Receiving
 from moeserve.runtime.rank.member.restoring import Restoring
 from moeserve.runtime.rank.member.steps import REPORT_SECONDS, MemberSteps
 from moeserve.runtime.rank.rank import Rank
@@ -43,7 +45,6 @@ from moeserve.runtime.step import Announcement, StepRecord
 log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
-ABORTED = -1  # as a member's generation: none is live
 ALWAYS = ("abort", "load", "held", "act")  # entries that count in every generation
 
 
@@ -66,23 +67,16 @@ class Member:
         self._stream = stream
         self._announcing = Announcing(self._tell)
         self._entries = Entries(stream if isinstance(stream, HeadStream) else None)
-        self._generation = 0  # newest that was announced; entries of older ones are dropped
-        self._newest = 0  # of all generations that were announced, aborted ones with them
-        # a generation of which an entry failed: others may still be in that step, and gloo ends the process
-        # of one that gets the next step's rows in it, so that no further entry of it is executed
-        self._failed: int | None = None
-        self._told_to_stop = False
-        self._heads = 0  # that came after the first
         self._held = HeldEpoch(rank, None if lane is None else lane.number, self._say_here)
-        self._group = MemberGroup(rank.index, group_settings, stream.send)
+        group = MemberGroup(rank.index, group_settings, stream.send)
+        self._generation = MemberGeneration(rank, group)
         self._steps = MemberSteps(rank, lane, self._tell, observe)
         self.changes = MemberChanges(self._held, self._steps.drain, self._tell)
         self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._held.restore, self._tell)
         self._steps.failed = self._report_failure
         self._steps.another = lambda: self._entries.another
         self._runs: GroupRuns | None = None
-        # by kind: what the receiving thread does, while a step runs
-        self._at_once: dict[str, Callable[[Message], None]] = {
+        at_once: dict[str, Callable[[Message], None]] = {
             "stage": self.changes.prepare,
             "abandon": self.changes.prepare,
             "log_levels": lambda message: self.on_log_levels(message["levels"]),
@@ -90,11 +84,16 @@ class Member:
             "open_layers": self._open_layers,
             "ask": lambda message: self._say_here(message["generation"]),
             "company": lambda message: self.on_company(),
-            "stored": self._group.answered,
+            "stored": group.answered,
             "drain": lambda message: threading.Thread(
                 target=self._drain, args=(message,), name="drain", daemon=True
             ).start(),
         }
+        first = {"abort": self._see_abort, "prepare": self._see_prepare}
+        self._receiving = Receiving(rank.index, stream, self._entries, at_once, first)
+        self._receiving.on_lost = lambda why: self._end_generation(why, back=True)
+        self._receiving.come_back = lambda: self.come_back()
+        self._receiving.on_found, self._receiving.on_end = self._say_held, self._close
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_layers: Callable[[bool], None] = lambda all_open: None  # of layers, whether steps run of all
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
@@ -116,8 +115,7 @@ class Member:
     def where(self) -> tuple[int | None, int | None]:
         """The generation and the epoch that this member is in, None for none; takes no lock."""
         epoch = self._held.epoch
-        generation = self._generation if self._generation > 0 else None
-        return generation, None if epoch is None else epoch.number
+        return self._generation.live or None, None if epoch is None else epoch.number
 
     def observe_rows(self, observe: Callable[[int, int], None]) -> None:
         """Has `observe` told how many rows of a layer the device has computed since the last time."""
@@ -141,7 +139,11 @@ class Member:
 
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
-        self._announcing.withdraw(self._generation, jobs)
+        self._announcing.withdraw(self._generation.number, jobs)
+
+    def tell_shadows(self, shadowed: Shadowed) -> None:
+        """Tells the coordinator what this member keeps in host memory."""
+        self._tell(shadowed_message(shadowed))
 
     def between_steps(self, act: Callable[[], None]) -> None:
         """Has `act` done by the thread that launches steps, between two of them. It raises nothing."""
@@ -166,15 +168,15 @@ class Member:
         except StreamClosed as closed:
             log.info("rank %d: the head does not hear %r: %s", self._rank.index, message["kind"], closed)
 
+    def _say_here(self, generation: int) -> None:
+        """Tells the head that this process runs, and goes on."""
+        self._tell(here_message(generation, self._rank.progress.reached))
+
     def run(self) -> None:
         """Executes entries until the stream ends."""
-        threading.Thread(target=self._receive, name="stream", daemon=True).start()
+        threading.Thread(target=self._receiving.run, name="stream", daemon=True).start()
         while (entry := self._next())["kind"] != "stop":
-            if entry.get("generation") != self._generation and entry["kind"] not in ALWAYS:
-                what, of = entry["kind"], entry.get("generation")
-                log.info("%r of generation %s does not count: it was aborted", what, of)
-                continue
-            if entry.get("generation") == self._failed and entry["kind"] not in ALWAYS:
+            if entry["kind"] not in ALWAYS and not self._generation.counts(entry):
                 continue
             try:
                 self._execute(entry)
@@ -193,69 +195,28 @@ class Member:
     def _next(self) -> Message:
         """The next entry; while none comes, what was counted is reported."""
         while (entry := self._entries.next(REPORT_SECONDS)) is None:
-            self._steps.look_after(None if self._generation == ABORTED else self._generation)
+            self._steps.look_after(self._generation.live)
         return entry
 
     def _close_lane(self, reason: str) -> None:
         if self._lane is not None:
             self._lane.close(reason)
 
-    def _receive(self) -> None:
-        """Receives from one head after another; the rank stops where none comes back."""
-        try:
-            why = self._take_entries()
-            while not self._told_to_stop:
-                log.warning("rank %d: %s", self._rank.index, why)
-                self._end_generation(why, back=True)
-                self._entries.put({"kind": "abort"})
-                if not self.come_back():
-                    break
-                self._heads += 1
-                if self._held.adopted is None:  # it serves nobody yet, and may be reading experts for long
-                    self._tell(held_message(self._newest, None))
-                else:
-                    self._entries.put({"kind": "held"})
-                why = self._take_entries()
-        except Exception as error:
-            log.exception(
-                "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
-            )
-            why = f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
-        self._close_lane(why)
-        self._group.close(why)
-        self._entries.put({"kind": "stop"})
+    # -- what the receiving thread sees to while steps run ---------------------------------------------------
 
-    def _take_entries(self) -> str:
-        """Sees aborts, and what is for this thread, at once; hands every other entry to the executing one.
-        Returns why the stream ended.
-        """
-        try:
-            while True:
-                self._entries.await_turn()
-                message = self._stream.receive()
-                known_frame(Frames.TO_RANK, message["kind"])
-                if (act := self._at_once.get(message["kind"])) is not None:
-                    act(message)
-                    continue
-                if message["kind"] == "abort":
-                    log.info(
-                        "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
-                    )
-                    self._end_generation(message["reason"], back=message["back"])
-                elif message["kind"] == "load":
-                    message = message | {"heads": self._heads}
-                elif message["kind"] == "prepare":
-                    self._generation = self._newest = message["generation"]
-                    self._say_here(self._generation)
-                elif message["kind"] == "stop":
-                    self._told_to_stop = True
-                self._entries.put(message)
-        except StreamClosed as closed:
-            return f"the coordinator is gone: {closed}"
+    def _see_prepare(self, message: Message) -> None:
+        """A generation forms: what is still to be executed of those before it does not count."""
+        self._generation.announced(message["generation"])
+        self._say_here(message["generation"])
+
+    def _see_abort(self, message: Message) -> None:
+        """The generation ends: nobody waits in it any more."""
+        log.info("generation %d is aborted: %s", message["generation"], clipped(message["reason"]))
+        self._end_generation(message["reason"], back=message["back"])
 
     def _open_layers(self, message: Message) -> None:
         """Steps run of all layers but some, whose jobs wait."""
-        if message["generation"] != self._generation:
+        if not self._generation.is_live(message["generation"]):
             return
         closed = [int(layer) for layer in message["closed"]]
         self.closed_layers = frozenset(closed)
@@ -263,22 +224,45 @@ class Member:
             self._lane.wait_for_layers(closed)
         self.on_layers(not closed)
 
+    def _drain(self, message: Message) -> None:
+        """Takes no further call, and says when those under way have ended. It has a thread of its own, and
+        steps go on meanwhile.
+        """
+        if self._lane is not None:
+            self.on_drain(message["reason"])
+            until = time.monotonic() + message["seconds"]
+            while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
+                time.sleep(DRAIN_LOOK_SECONDS)
+            self._lane.drain(message["reason"])
+        self._tell({"kind": "drained", "generation": message["generation"]})
+
     def _end_generation(self, reason: str, *, back: bool) -> None:
         """Ends the waits of the generation, whatever thread is in them; where the group comes `back`, the
         lane keeps its jobs.
         """
-        self._generation = ABORTED  # before the lane: a commit under way sees it
+        self._generation.abort()  # before the lane: a commit under way sees it
         if back and self._lane is not None:
             self._lane.hold(reason)
         else:
             self._close_lane(reason)
-        self._group.close(reason)
-        # Nothing waits for a dead rank, which peer memory would do until its patience ends; what goes on
-        # without its rows is no answer, and jobs without one are kept, or have been told.
-        self._rank.interrupt()
-        self._group.interrupt()
+        self._generation.close(reason)
+        self._generation.interrupt()
         self.on_end()
         self.changes.abandon()
+
+    def _say_held(self) -> None:
+        """Tells a head that is there again what this member holds."""
+        if self._held.adopted is None:  # it serves nobody yet, and may be reading experts for long
+            self._tell(held_message(self._generation.newest, None))
+        else:
+            self._entries.put({"kind": "held"})
+
+    def _close(self, why: str) -> None:
+        """Nothing comes any more: no job and no process group waits for it."""
+        self._close_lane(why)
+        self._generation.close(why)
+
+    # -- entries, by the executing thread -------------------------------------------------------------------
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
@@ -300,9 +284,9 @@ class Member:
                 self._leave()
             case "act":
                 entry["act"]()
-                self._steps.report_if_due(None if self._generation == ABORTED else self._generation)
+                self._steps.report_if_due(self._generation.live)
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
-                self._tell(held_message(self._newest, self._held.adopted))
+                self._tell(held_message(self._generation.newest, self._held.adopted))
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")
 
@@ -311,11 +295,9 @@ class Member:
         first_line = (str(error).splitlines() or [""])[0]
         what = f"rank {self._rank.index}: {quoted(entry['kind'])} failed: {type(error).__name__}"
         reason = clipped(f"{what}: {first_line}")
-        if entry.get("generation") != self._generation and entry["kind"] != "load":
+        if entry["kind"] != "load" and not self._generation.fail(entry):  # a load is of no generation yet
             log.info("%s (its generation was aborted)", reason)
             return
-        if entry["kind"] != "load":  # of no generation yet
-            self._failed = entry["generation"]
         log.error("%s", reason, exc_info=error)
         self._tell({"kind": "failed", "generation": entry["generation"], "reason": reason})
 
@@ -334,10 +316,10 @@ class Member:
         """Loads the experts of the epoch that this member is to join, while the group serves without it. What
         a head asked for that is gone since counts for nothing, but it is held: the next one asks again.
         """
-        if entry["heads"] != self._heads:
+        if entry["heads"] != self._receiving.heads:
             return
         self._held.load_beforehand(epoch_from(entry["epoch"]))
-        if entry["heads"] != self._heads:
+        if entry["heads"] != self._receiving.heads:
             return
         self._tell({"kind": "loaded", "generation": 0} | self._held.counts())
 
@@ -345,62 +327,25 @@ class Member:
         """Everyone is prepared: joins the generation's process group and takes jobs."""
         if self._held.epoch is None:
             raise RuntimeError("join came before prepare")
-        started = time.perf_counter()
-        self._rank.progress.join(Phase.GROUP)
         generation = entry["generation"]
-        meeting = Meeting(entry["group"], generation, entry["position"], entry["size"])
-        group = self._group.join(meeting, self._rank.device, lambda: generation == self._generation)
-        grouped = time.perf_counter()
-        self._rank.progress.join(Phase.DISPATCHERS)
-        self._rank.free(but=entry["parting"])
-        if generation != self._generation:  # aborted meanwhile, which found nothing to interrupt
-            raise RuntimeError("the generation was aborted while memory was freed")
-        self._rank.join(group, generation)
+        self._generation.join(entry)
         self.joined = True
-        log.info(
-            "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
-            self._rank.index,
-            entry["generation"],
-            grouped - started,
-            time.perf_counter() - grouped,
-        )
         self._rank.progress.join(Phase.JOINED)
-        if entry["generation"] != self._generation:  # aborted while it joined
+        if not self._generation.is_live(generation):  # aborted while it joined
             return
         if self._lane is not None:
-            self._lane.open(entry["generation"])
-        if entry["generation"] != self._generation and self._lane is not None:
+            self._lane.open(generation)
+        if not self._generation.is_live(generation) and self._lane is not None:
             self._lane.hold("the group is forming again")  # its abort came before the lane was open
-        self.on_serving(entry["generation"], self._held.epoch.number)
-        joined = {"kind": "joined", "generation": entry["generation"]}
+        self.on_serving(generation, self._held.epoch.number)
+        joined = {"kind": "joined", "generation": generation}
         self._tell(joined | {"plans": plans_message(self._rank.plans)})
-        self._restoring.begin(entry["generation"], self._held.lacks)
-
-    def _drain(self, message: Message) -> None:
-        """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
-        if self._lane is not None:
-            self.on_drain(message["reason"])
-            until = time.monotonic() + message["seconds"]
-            while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
-                time.sleep(DRAIN_LOOK_SECONDS)
-            self._lane.drain(message["reason"])
-        self._tell({"kind": "drained", "generation": message["generation"]})
-
-    def tell_shadows(self, shadowed: Shadowed) -> None:
-        """Tells the coordinator what this member keeps in host memory."""
-        self._tell(shadowed_message(shadowed))
-
-    def _say_here(self, generation: int) -> None:
-        """Tells the head that this process runs, and goes on."""
-        self._tell(here_message(generation, self._rank.progress.reached))
+        self._restoring.begin(generation, self._held.lacks)
 
     def _leave(self) -> None:
-        """Ends the generation's group, and keeps of its dispatchers what other members may still write to; no
-        other group of the process changes.
-        """
+        """Leaves the generation, once the steps that were launched in it have ended."""
         self._restoring.stop()
         self._steps.drain()
         self.joined = False
         self.on_leave()
-        self._rank.leave(keep=True)
-        self._group.leave()
+        self._generation.leave()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeserve.experts.batch import Tally
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs, RunLanes
 from moeserve.runtime.rank.transfers.engines import Passed
@@ -63,7 +64,7 @@ class BlankRuns:
         """numbers: of the steps; () while they are recorded."""
         room = self._room(key.rows)
         for layer, number in zip(key.layers, numbers or [0] * len(key.layers), strict=True):
-            self._rank.record(layer, room, lane_rows, then=_kept_nowhere, number=number)
+            self._rank.record(layer, room, lane_rows, then=_counted, number=number)
 
     def _room(self, rows: int) -> LaneInput:
         """Rows that there are none of: none is valid."""
@@ -79,5 +80,7 @@ class BlankRuns:
         return room
 
 
-def _kept_nowhere(answer: Tensor) -> None:
-    """There is no answer to rows that there are none of."""
+def _counted(answer: Tensor, tally: Tally | None) -> None:
+    """There is no answer to rows that there are none of; those of others are counted."""
+    if tally is not None:
+        tally.add()

@@ -256,10 +256,13 @@ class PassRuns:
         rank, kernels = self._rank, self._kernels_of(key.layout)
         room = self._rooms.of(key.layout, key.rows, key.kind)
         route, weights = (room.experts, room.weights) if isinstance(room, LaneInput) else (room.logits, None)
+        before: int | None = None
         for (layer, stage), number in zip(key.steps, numbers or [0] * len(key.steps), strict=True):
-            kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid)
+            early = before not in (None, stage)  # its rows may be there while the other's answer is posted
+            kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid, early=early)
             post = partial(kernels.post, stage, living=rank.living(layer, key.rows))
             rank.record(layer, room, lane_rows, then=post, number=number)
+            before = stage
 
     def _kernels_of(self, layout: MailLayout) -> OwnerKernels:
         found = self._kernels.get(layout)
