@@ -1,7 +1,8 @@
 """Passes of a caller's GPU: the hop of a layer, a decode loop, and two callers; no host between two layers.
 
     python -m bench.service.passes.gpu_pass [--hop] [--loop] [--callers] [--layers 4] [--experts 64]
-        [--passes 1000] [--rows 1 16] [--load-as SCHEME] [--seconds 540] [--out FILE]
+        [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--load-as SCHEME]
+        [--seconds 540] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, and callers whose forward passes are CUDA graphs. Its parts,
 all of them where none is named:
@@ -45,7 +46,7 @@ from bench.service.hops.sizes import Sizes, write_checkpoint
 from bench.service.passes.gpu import callers
 from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.loop import ROWS as LOOP_ROWS
-from bench.service.passes.gpu.loop import Batches, Known, Loop, cases, known_of
+from bench.service.passes.gpu.loop import ATTENTION, STAGES, Batches, Known, Loop, Wanted, known_of
 from bench.service.passes.gpu.steps import batches, check, microseconds, steps_alone
 from bench.service.passes.gpu.through_service import hop_through, service
 from bench.service.passes.gpu.two_streams import TwoStreams
@@ -136,6 +137,7 @@ class Run:
         self.mode = f"{where}, {args.load_as or 'fp8'}"
         self.parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
         self.rows, self.passes = args.rows, args.passes
+        self.wanted = Wanted(args.passes, args.attention, args.stages)
         self.config = config_of(folder, args.load_as)
         self.clock = Clock(args.seconds)
         self.results: list[Result] = []
@@ -193,11 +195,11 @@ class Run:
         self._known = {one: known_of(rank, self.sizes, one, passes) for one in rows}
         if self.two:
             return
-        loop = Loop(self.sizes, self.home, self.mode, self.passes, self.clock)
+        loop = Loop(self.sizes, self.home, self.mode, self.wanted, self.clock)
         for one in rows:
             of = Batches(self.sizes, one, self.home)
-            for case in cases([one]):
-                left = len(cases(rows[rows.index(one) :])) - cases([one]).index(case)
+            for case in self.wanted.cases([one]):
+                left = len(self.wanted.cases(rows[rows.index(one) :])) - self.wanted.cases([one]).index(case)
                 made = loop.on_streams(case, of, self._known[one], (rank, runs), left)
                 self.results += [made] if made else []
                 gc.collect()
@@ -221,12 +223,12 @@ class Run:
             if "callers" in self.parts:
                 wanted = min(HOP_PASSES, self.passes)
                 self.results += callers.compared(opened, self.sizes, self._steps, self.clock, wanted)
-            loop = Loop(self.sizes, self.home, self.mode, self.passes, self.clock) if self._known else None
+            loop = Loop(self.sizes, self.home, self.mode, self.wanted, self.clock) if self._known else None
             rows_left = list(self._known)
             for one in list(self._known) if loop else ():
                 of = Batches(self.sizes, one, self.home)
-                for at, case in enumerate(cases([one])):
-                    left = len(cases(rows_left)) - at
+                for at, case in enumerate(self.wanted.cases([one])):
+                    left = len(self.wanted.cases(rows_left)) - at
                     assert loop is not None
                     made = loop.through(case, of, self._known[one], opened, left)
                     self.results += [made] if made else []
@@ -287,6 +289,10 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--passes", type=int, default=1000, help="of a case, at most")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument(
+        "--attention", type=float, nargs="+", default=list(ATTENTION), help="of the loop, us; -1: as experts"
+    )
+    parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), help="of the loop")
     parser.add_argument("--load-as", default="", help="a scheme that experts are quantized to, such as nvfp4")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole run")
     parser.add_argument("--out", type=Path)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from member_ranks import served_and_planned
 
@@ -19,6 +20,7 @@ from moeserve.runtime.epoch import Epoch, shadows_of
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.experts import RankExperts
+from moeserve.runtime.rank.weights import shadows as shadows_of_a_rank
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import HeldExpert, PeerRefused, Peers, WeightsServer
 from moeserve.runtime.rank.weights.shadows import Shadows
@@ -200,6 +202,65 @@ def test_a_reload_drops_the_shadows_of_old_weights_and_fills_new_ones(
     for position in owners[0].experts.missing(after):
         owners[0].experts.restore(after, position)
     assert right(owners[0], after, 0, path)
+
+
+def test_page_locked_memory_is_written_again_and_never_where_somebody_reads(
+    path: Path, tmp_path: Path, owners_of: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver takes seconds to free it, and launches nothing meanwhile."""
+    monkeypatch.setattr(shadows_of_a_rank, "page_locked", lambda slot: True)
+    make_checkpoint("qwen3_moe", tmp_path, seed=1)
+    epoch = start_epoch()
+    owners = owners_of(epoch)
+    meet(owners)
+    for owner in owners:
+        owner.filled(1)
+    shadows, layers = owners[0].shadows, owners[0].experts.layers
+    before = kept(owners[0])
+    held, places = shadows.nbytes, {place(shadows, layers[at], e, 1) for at in before for e in before[at]}
+    read = shadows.find(layers[1], before[1][0], 1)
+    assert read is not None
+    copies = {name: tensor.clone() for name, tensor in read.items()}
+    newer = epoch.with_weights(str(tmp_path)).reloaded(
+        1, 2
+    )  # those of the second layer go, others come
+    for owner in owners:
+        owner.experts.use_weights(newer.weights)
+        owner.experts.load(newer, iter)
+    for owner in owners:
+        owner.filled(newer.number)
+    now = {place(shadows, layers[1], e, 2) for e in kept(owners[0], 2)[1]}
+    assert len(now - places) == 1, "one is made beside that which somebody reads"
+    assert all(read[name].equal(tensor) for name, tensor in copies.items())
+    each = held // len(places)
+    assert shadows.nbytes == held + each, "and the one that was read is kept for others"
+    del read
+    again = newer.reloaded(1, 1)
+    owners[0].experts.load(again, iter)
+    owners[0].filled(again.number)
+    assert shadows.nbytes == held + each
+
+
+def place(shadows: Shadows, layer: int, expert: int, version: int) -> int:
+    """Where a shadow lies."""
+    found = shadows.find(layer, expert, version)
+    assert found is not None
+    return min(tensor.data_ptr() for tensor in found.values())
+
+
+def test_memory_that_is_kept_for_others_counts_and_makes_way_where_it_does_not_fit(
+    path: Path, owners_of: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadows_of_a_rank, "page_locked", lambda slot: True)
+    epoch = start_epoch()
+    owners = owners_of(epoch)
+    each = sum(tensor.nbytes for tensor in owners[0].experts.bank.slot(0, 0).values())
+    shadows = owners[0].shadows
+    shadows._limit = 2 * each
+    small = {"gate_up": torch.zeros(7)}
+    shadows._spare = [shadows_of_a_rank._Room({"gate_up": torch.zeros(each // 4)}) for _ in range(2)]
+    assert shadows.nbytes == 2 * each
+    assert shadows._room(small) is not None and shadows.nbytes == 0
 
 
 def test_an_owner_that_gives_nothing_is_left_for_the_disk(

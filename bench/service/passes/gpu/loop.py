@@ -50,9 +50,16 @@ class Case(NamedTuple):
         return f"decode, {self.rows} rows a stage, {self.stages} stages, attention {took}, {mode}"
 
 
-def cases(rows: Sequence[int] = ROWS) -> list[Case]:
-    """All of them, those of few rows first."""
-    return [Case(*one) for one in product(rows, ATTENTION, STAGES)]
+class Wanted(NamedTuple):
+    """Which cases are measured, and over how many passes at most."""
+
+    passes: int
+    attention: Sequence[float] = ATTENTION
+    stages: Sequence[int] = STAGES
+
+    def cases(self, rows: Sequence[int]) -> list[Case]:
+        """All of them, those of few rows first."""
+        return [Case(*one) for one in product(rows, self.attention, self.stages)]
 
 
 class Batches:
@@ -139,7 +146,7 @@ def wall(launch: Callable[[], None], passes: int, device: str) -> float:
 class Loop:
     """The cases of one run. mode: how the record names where caller and owner are."""
 
-    def __init__(self, sizes: Sizes, home: str, mode: str, wanted: int, clock: Clock) -> None:
+    def __init__(self, sizes: Sizes, home: str, mode: str, wanted: Wanted, clock: Clock) -> None:
         self._sizes, self._home, self._mode, self._wanted, self._clock = sizes, home, mode, wanted, clock
         self.attention = Attention(home)
 
@@ -208,7 +215,7 @@ class Loop:
         """How many the case may make, of which so many are left; the first are not counted."""
         wall(launch, ESTIMATED, self._home)
         seconds = wall(launch, ESTIMATED, self._home) * LOOP / 1e6
-        return self._clock.passes(self._wanted, seconds, left)
+        return self._clock.passes(self._wanted.passes, seconds, left)
 
     def _compare(self, case: Case, found: list[list[Tensor]], known: Known, ended: tuple[int, int]) -> None:
         flat = [one for stage in found[: case.stages] for one in stage]

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -61,13 +62,42 @@ class HeldExperts(Protocol):
         ...
 
 
+class Lent(dict[str, Tensor]):
+    """A shadow as `find` gives it: as long as somebody has it, nothing else is written where it lies."""
+
+
+class _Room:
+    """Host memory for one shadow, and those who read it."""
+
+    def __init__(self, slot: dict[str, Tensor]) -> None:
+        self.slot = slot
+        self.nbytes = sum(tensor.nbytes for tensor in slot.values())
+        self._readers: list[weakref.ref[Lent]] = []
+
+    def lend(self) -> Lent:
+        """What a reader is given."""
+        lent = Lent(self.slot)
+        self._readers = [one for one in self._readers if one() is not None]
+        self._readers.append(weakref.ref(lent))
+        return lent
+
+    def fits(self, like: Slot) -> bool:
+        """Whether a shadow of such a slot may be written here now."""
+        if any(one() is not None for one in self._readers) or self.slot.keys() != like.keys():
+            return False
+        sizes = ((self.slot[name], one) for name, one in like.items())
+        return all((mine.dtype, mine.shape) == (one.dtype, one.shape) for mine, one in sizes)
+
+
 class Shadows:
     """One thread, which fills them; `find` may be called by any.
 
     `limit` bounds their bytes (0: none); layers come in their order, and what does not fit is left to the
-    disk. `peers` and `copier` are this thread's alone; the copier bounds the bytes a second. A shadow is
-    copied from the owner that holds its expert and proved by its checksum; the disk is read only where the
-    owner gives nothing. `tell` is told what is there, once an epoch's shadows are filled.
+    disk. Page-locked memory of a shadow that is needed no more is kept for others: the driver takes seconds
+    to free 10 GB of it, and launches no step meanwhile. `peers` and `copier` are this thread's alone; the
+    copier bounds the bytes a second. A shadow is copied from the owner that holds its expert and proved by
+    its checksum; the disk is read only where the owner gives nothing. `tell` is told what is there, once an
+    epoch's shadows are filled.
     """
 
     def __init__(
@@ -77,7 +107,9 @@ class Shadows:
         self._peers, self._copier = peers, copier
         self.tell: Callable[[Shadowed], None] = lambda shadowed: None
         self.bytes_from_peers = self.bytes_from_disk = 0
-        self._kept: dict[HeldExpert, Slot] = {}
+        self._kept: dict[HeldExpert, _Room] = {}
+        self._spare: list[_Room] = []  # page-locked
+        self._lock = threading.Lock()  # around both, where rooms come or go
         self._news = threading.Condition()  # around those below
         self._epoch: Epoch | None = None
         self._changed = False  # since the thread last looked
@@ -89,12 +121,15 @@ class Shadows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shadows."""
-        return sum(tensor.nbytes for slot in list(self._kept.values()) for tensor in slot.values())
+        """Bytes of the shadows, and of memory that is kept for others."""
+        with self._lock:
+            return sum(room.nbytes for room in (*self._kept.values(), *self._spare))
 
-    def find(self, layer: int, expert: int, version: int) -> Slot | None:
+    def find(self, layer: int, expert: int, version: int) -> Lent | None:
         """The shadow of an expert of `layer` (decoder index); None where there is none of that version."""
-        return self._kept.get(HeldExpert(layer, expert, version))
+        with self._lock:
+            room = self._kept.get(HeldExpert(layer, expert, version))
+            return None if room is None else room.lend()
 
     def renew(self, epoch: Epoch) -> None:
         """Has the shadows be those of `epoch`, once its slots lack nothing."""
@@ -184,9 +219,25 @@ class Shadows:
         }
 
     def _drop(self, kept: set[HeldExpert]) -> None:
-        """Forgets shadows that are not in `kept`. Nothing else is written where they lay."""
-        for each in [one for one in self._kept if one not in kept]:
-            del self._kept[each]
+        """Forgets shadows that are not in `kept`."""
+        with self._lock:
+            gone = [self._kept.pop(each) for each in [one for one in self._kept if one not in kept]]
+            self._spare += [room for room in gone if page_locked(room.slot)]
+
+    def _room(self, like: Slot) -> _Room | None:
+        """Memory for a shadow of such a slot; None where `limit` leaves none."""
+        with self._lock:
+            found = next((room for room in self._spare if room.fits(like)), None)
+            if found is not None:
+                self._spare.remove(found)
+                return found
+        size = sum(tensor.nbytes for tensor in like.values())
+        if self._limit and self.nbytes + size > self._limit:
+            with self._lock:  # of other sizes, or still read
+                self._spare = []
+            if self.nbytes + size > self._limit:
+                return None
+        return _Room(_host_memory(like))
 
     def _fill(self, epoch: Epoch, one: tuple[int, HeldExpert], silent: set[int] | None) -> bool:
         """Makes one shadow, of a layer's position and an expert there: from an owner that is not `silent`,
@@ -198,19 +249,24 @@ class Shadows:
         with self._news:
             if self._changed or self._closed:
                 raise Abandoned
-        like = self._experts.bank.slot(which.layer, 0)
-        size = sum(tensor.nbytes for tensor in like.values())
-        if self._limit and self.nbytes + size > self._limit:
+        room = self._room(self._experts.bank.slot(which.layer, 0))
+        if room is None:
             return True
-        room = _host_memory(like)
-        if silent is None:
-            made = self._from_disk(which, room)
-        else:
-            slots = epoch.placement.replicas(position, which.expert).tolist()
-            owners = [divmod(slot, epoch.placement.slots_per_owner) for slot in slots]
-            made = self._from_owner([each for each in owners if each[0] not in silent], which, room, silent)
-        if made:
-            self._kept[which] = room
+        made = False
+        try:
+            if silent is None:
+                made = self._from_disk(which, room.slot)
+            else:
+                slots = epoch.placement.replicas(position, which.expert).tolist()
+                owners = [divmod(slot, epoch.placement.slots_per_owner) for slot in slots]
+                heard = [each for each in owners if each[0] not in silent]
+                made = self._from_owner(heard, which, room.slot, silent)
+        finally:
+            with self._lock:
+                if made:
+                    self._kept[which] = room
+                elif page_locked(room.slot):
+                    self._spare.append(room)
         return made
 
     def _from_owner(
@@ -256,6 +312,11 @@ class Shadows:
             return False
         self.bytes_from_disk += sum(tensor.nbytes for tensor in room.values())
         return True
+
+
+def page_locked(slot: Slot) -> bool:
+    """Whether the driver knows this memory, so that a GPU's engines copy from it."""
+    return any(tensor.is_pinned() for tensor in slot.values())
 
 
 def _host_memory(like: Slot) -> dict[str, Tensor]:
