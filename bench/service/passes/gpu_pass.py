@@ -45,8 +45,8 @@ from bench.service.hops.service import checkpoint_folder
 from bench.service.hops.sizes import Sizes, write_checkpoint
 from bench.service.passes.gpu import callers
 from bench.service.passes.gpu.clock import Clock
-from bench.service.passes.gpu.loop import ROWS as LOOP_ROWS
 from bench.service.passes.gpu.loop import ATTENTION, STAGES, Batches, Known, Loop, Wanted, known_of
+from bench.service.passes.gpu.loop import ROWS as LOOP_ROWS
 from bench.service.passes.gpu.steps import batches, check, microseconds, steps_alone
 from bench.service.passes.gpu.through_service import hop_through, service
 from bench.service.passes.gpu.two_streams import TwoStreams

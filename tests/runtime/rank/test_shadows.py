@@ -221,9 +221,7 @@ def test_page_locked_memory_is_written_again_and_never_where_somebody_reads(
     read = shadows.find(layers[1], before[1][0], 1)
     assert read is not None
     copies = {name: tensor.clone() for name, tensor in read.items()}
-    newer = epoch.with_weights(str(tmp_path)).reloaded(
-        1, 2
-    )  # those of the second layer go, others come
+    newer = epoch.with_weights(str(tmp_path)).reloaded(1, 2)  # those of the second layer go, others come
     for owner in owners:
         owner.experts.use_weights(newer.weights)
         owner.experts.load(newer, iter)
