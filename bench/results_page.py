@@ -162,6 +162,22 @@ VIEWS = (
         facts=("alone p50", "beside p50", "big step", "small step"),
     ),
     View(
+        "gpu_colocated",
+        "Two GPUs: attention on one and experts on the other, or half of both on each; tokens/s a GPU",
+        r"(?P<line>.+), two GPUs, .+",
+        "{line}",
+        "ours",
+        facts=(
+            "colocated",
+            "1 stage",
+            "2 stages",
+            "3 stages",
+            "us a layer, colocated",
+            "us a layer, 1 stage",
+        ),
+        hidden=("attention", "us a layer, 2 stages", "us a layer, 3 stages"),
+    ),
+    View(
         "gpu_pass_soak",
         "Callers' GPUs for a minute, every answer compared, while others are killed, stopped and detached",
         r"(?P<line>.+)",
@@ -204,6 +220,14 @@ VIEWS = (
         "{line}",
         "ours",
         facts=("wrong", "failed", "raw", "missing", "processes", "events"),
+    ),
+    View(
+        "gpu_serve_on",
+        "What being ready for it costs while nothing happens: a call with all of it on, over one with it off",
+        r"(?P<line>.+): steady call, .+",
+        "{line}",
+        "ours",
+        facts=("low", "high", "on_ms", "off_ms", "pairs"),
     ),
     View(
         "gpu_serve_on",

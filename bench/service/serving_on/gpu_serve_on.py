@@ -13,7 +13,7 @@ parts, all of them where none is named:
     passes    the same (kill and stop, unless one of them alone is named) under forward passes of a caller's
               GPU, a recorded graph; the member that has its lane, and the others, in turn. With no GPU more
               than owners it shares the last owner's, and they take turns of milliseconds: cases say so
-    cost      the same calls with all of it on and off, in windows that alternate, --pairs times
+    cost      the same calls with all of it on and off, some of each in turn, in --pairs windows
 
 *Interruption* is the longest gap between right answers of a caller, less its median call, until all members
 are back; a hang's detection is in it. `losing` and `returning` are the longest gaps until the lost member was
@@ -256,7 +256,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shadows", choices=("off", "on"), nargs="+", default=["off", "on"])
     parser.add_argument("--gigabytes", type=float, default=11.0, help="of experts on an owner; 11 by default")
     parser.add_argument("--layers", type=int, help="instead of --gigabytes")
-    parser.add_argument("--pairs", type=int, default=20, help="of windows, on and off; 20 by default")
+    parser.add_argument(
+        "--pairs", type=int, default=20, help="windows of calls, on and off in turn; 20 by default"
+    )
     parser.add_argument("--dispatcher", default="nvlink_ll", help="plan.all2all_backend")
     parser.add_argument("--log-level", choices=("info", "debug"), default="info", help="of the service")
     parser.add_argument("--folder", type=Path, help="for logs, kept; a temporary one")

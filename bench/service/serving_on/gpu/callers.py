@@ -1,4 +1,6 @@
-"""Processes that ask from the host: `by_client` as programs do, `bare` by gRPC that tries nothing again."""
+"""Processes that ask from the host: `by_client` as programs do, `in_turns` two services, `bare` by gRPC that
+tries nothing again.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ from moeserve.proto.heap import keep_freed_memory
 from moeserve.proto.tensors import encode, plain
 
 BARE_PAUSE = 0.05  # seconds between a lane's bare calls
+TURN_CALLS = 16  # to one service, before the other has its turn
+FIRST_CALLS = 2  # of a turn, which are not told of: the GPUs turn to another process
 
 
 def by_client(pipe: Connection, answers: Any, address: str, calls: list[Call]) -> None:
@@ -31,13 +35,37 @@ def by_client(pipe: Connection, answers: Any, address: str, calls: list[Call]) -
         for call in calls:
             client.forward(call.layer, *call.batch)
         for turn, order in enumerate(orders(pipe)):
-            call = calls[turn % len(calls)]
-            began = time.time()
-            try:
-                found = client.forward(call.layer, *call.batch, lane=order.lane)
-                answers.put(compared(call.layer, began, [(_tensor(found), call.right)]))
-            except MoeError as error:
-                answers.put(Answer(call.layer, began, time.time(), failure(error)))
+            answers.put(_asked(client, calls[turn % len(calls)], order.lane))
+
+
+def in_turns(pipe: Connection, answers: Any, services: list[tuple[str, list[Call]]]) -> None:
+    """One call at a time, some to one service and then as many to the other, so that both have the same
+    neighbours. An answer's lane is the place of its service.
+    """
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(MoeClient(address)) for address, _ in services]
+        for client, (_, calls) in zip(clients, services, strict=True):
+            for call in calls:
+                client.forward(call.layer, *call.batch)
+        for turn, _ in enumerate(orders(pipe)):
+            for at in (0, 1) if turn % 2 else (1, 0):
+                calls = services[at][1]
+                for number in range(TURN_CALLS):
+                    call = calls[(turn * TURN_CALLS + number) % len(calls)]
+                    answer = _asked(clients[at], call, None)
+                    if number >= FIRST_CALLS or answer.fault:
+                        answers.put(answer._replace(lane=at))
+
+
+def _asked(client: MoeClient, call: Call, lane: int | None) -> Answer:
+    began = time.time()
+    try:
+        found = client.forward(call.layer, *call.batch, lane=lane)
+    except MoeError as error:
+        return Answer(call.layer, began, time.time(), failure(error))
+    return compared(call.layer, began, [(_tensor(found), call.right)])
 
 
 def _tensor(found: object) -> torch.Tensor:
