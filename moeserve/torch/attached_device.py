@@ -172,9 +172,10 @@ class AttachedDevice:
             self._end_on_device()
         with self._lock:
             lane, self._lane = self._lane, None
-        for one in [*self._gone, lane]:
-            if one is not None:
-                one.close()
+        with torch.cuda.device(self._device):
+            for one in [*self._gone, lane]:
+                if one is not None:
+                    one.close()
         self._gone = []
 
     def _ended(self) -> MoeError | None:
@@ -336,7 +337,8 @@ class AttachedDevice:
         """
         for lane in [lane for lane in self._gone if lane.left]:
             self._gone.remove(lane)
-            lane.close()
+            with torch.cuda.device(self._device):
+                lane.close()
 
     def _made(self, layout: MailLayout, wire: str) -> tuple[CallerLane, CallerKernels]:
         """A lane, and the kernels for its layout."""
