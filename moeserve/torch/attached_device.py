@@ -6,6 +6,7 @@ device, so that a call can be a part of the caller's CUDA graph.
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import torch
@@ -18,6 +19,8 @@ from moeserve.proto.passes.mailbox import WORD, Status
 from moeserve.proto.passes.running import Pass
 from moeserve.torch.caller_lane import Attach, CallerLane
 from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02
 """Between looks whether the rank of the lane is there, and the pass goes on; else nothing waits for it."""
@@ -67,7 +70,7 @@ class AttachedDevice:
         self._numbers = 0
         self._rounds = Rounds(layout.stages)
         self._failed: MoeError | None = None  # what a pass ended with that was left since the last `check`
-        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self._streams: dict[int, torch.cuda.Stream] = {}  # of the last call, by stage
         self._lock = threading.Lock()  # for which pass runs, and whether its kernels wait
         self._closing = threading.Event()
         threading.Thread(target=self._watch, name="device-lane", daemon=True).start()
@@ -81,9 +84,9 @@ class AttachedDevice:
         self._check(layer, rows)
         now = self._rounds.at(layer)
         with torch.cuda.device(self._device):
-            self._follow_stream()
             given = self._given(rows)
             stage = self._stage_at(layer, self._free(now))
+            self._follow_stream(stage)
             self._kernels.bring(stage, layer, given, self._header_at(stage))
         self._numbers += 1
         self._calls[self._numbers] = stage, rows.hidden, now
@@ -103,14 +106,15 @@ class AttachedDevice:
             )
         return free
 
-    def _follow_stream(self) -> None:
-        """Calls follow one another on the device, also from one stream to another."""
+    def _follow_stream(self, stage: int) -> None:
+        """Calls of a stage follow one another on the device, also from one stream to another."""
         if torch.cuda.is_current_stream_capturing():
             return
         now = torch.cuda.current_stream(self._device)
-        if self._stream is not None and self._stream != now:
-            now.wait_stream(self._stream)
-        self._stream = now
+        before = self._streams.get(stage)
+        if before is not None and before != now:
+            now.wait_stream(before)
+        self._streams[stage] = now
 
     def wait(self, number: int) -> Tensor:
         """As `Way.wait`; only the current stream waits."""
@@ -118,7 +122,7 @@ class AttachedDevice:
             raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
         stage, hidden, _ = self._calls.pop(number)
         with torch.cuda.device(self._device):
-            self._follow_stream()
+            self._follow_stream(stage)
             out = torch.empty(hidden.shape, dtype=self._layout.dtype, device=self._device)
             self._kernels.fetch(stage, out)
         return out.to(hidden.dtype)
@@ -172,11 +176,9 @@ class AttachedDevice:
             self._end_on_device()
         with self._lock:
             lane, self._lane = self._lane, None
-        with torch.cuda.device(self._device):
-            for one in [*self._gone, lane]:
-                if one is not None:
-                    one.close()
-        self._gone = []
+        self._close_gone(wait=True)
+        if lane is not None:
+            self._close_lane(lane)
 
     def _ended(self) -> MoeError | None:
         """What the pass has ended with, for the device or for the rank; None while it runs. Nothing of it is
@@ -323,22 +325,40 @@ class AttachedDevice:
             gone.leave()
             self._gone.append(gone)
         if self._lane is None:
+            self._close_gone()
+            wire = self._layout.wire if self._in_graphs else self._asked_wire
             try:
-                wire = self._layout.wire if self._in_graphs else self._asked_wire
-                lane, self._kernels = self._made(self._layout, wire)
+                lane, self._kernels = self._made_anew(wire)
             except (NotFound, Overloaded) as away:  # others serve its experts until it is back
                 raise Unavailable("UNAVAILABLE", away.reason, away.message) from away
             self._lane, self._layout = lane, lane.layout
         return self._lane
 
-    def _close_gone(self) -> None:
-        """Frees the memory of lanes that were left, once their ranks write to it no more. Nobody waits for
-        that: it takes a while, and another rank answers meanwhile. The device is idle now.
+    def _made_anew(self, wire: str) -> tuple[CallerLane, CallerKernels]:
+        """A lane in place of one whose rank is gone, which is freed before where memory is short."""
+        try:
+            return self._made(self._layout, wire)
+        except RuntimeError as failed:
+            if not self._gone:
+                raise
+            log.info("a lane is made once the one before is freed: %s", failed)
+            self._close_gone(wait=True)
+            return self._made(self._layout, wire)
+
+    def _close_gone(self, *, wait: bool = False) -> None:
+        """Frees the memory of lanes that were left, once their ranks write to it no more: until then another
+        rank answers, for which nobody waits unless `wait` says so. The device is idle now.
         """
-        for lane in [lane for lane in self._gone if lane.left]:
+        for lane in [lane for lane in self._gone if wait or lane.left]:
             self._gone.remove(lane)
+            self._close_lane(lane)
+
+    def _close_lane(self, lane: CallerLane) -> None:
+        try:
             with torch.cuda.device(self._device):
                 lane.close()
+        except RuntimeError:  # what was asked for has another lane, or none
+            log.exception("memory of a device lane is not freed")
 
     def _made(self, layout: MailLayout, wire: str) -> tuple[CallerLane, CallerKernels]:
         """A lane, and the kernels for its layout."""

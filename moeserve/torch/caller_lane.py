@@ -93,9 +93,10 @@ class CallerLane:
             self.leave()
         assert self._leaving is not None
         self._leaving.join()  # which waits for no longer than it rests and detaches
-        self.mirror.end()
-        self.lane.close()
-        if self._over:
-            self.answers.close()
-        else:
-            log.error("a rank does not end its pass within %g s: memory for answers is kept", REST_SECONDS)
+        with ExitStack() as all_of_it:
+            if self._over:
+                all_of_it.callback(self.answers.close)
+            else:
+                log.error("memory for answers is kept: a rank does not end its pass in %g s", REST_SECONDS)
+            all_of_it.callback(self.lane.close)
+            self.mirror.end()

@@ -229,6 +229,80 @@ def test_nothing_touches_the_memory_of_a_rank_that_is_gone(way: AttachedDevice, 
     assert device.closed == 1
 
 
+def test_where_there_is_no_memory_for_two_lanes_the_one_that_is_gone_is_freed_first(
+    way: AttachedDevice, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.alive = device.rested = False
+    with pytest.raises(Unavailable):
+        way.renew()
+    device.alive = True
+    made = device.lane
+
+    def fits(*given: Any) -> Any:
+        if device.attached - device.closed >= 1:
+            raise RuntimeError("out of memory")
+        return made(*given)
+
+    monkeypatch.setattr(attached_device, "CallerLane", fits)
+    way.renew()
+    assert (device.attached, device.closed) == (2, 1) and all(forward(way))
+
+
+def test_a_lane_that_cannot_be_freed_keeps_no_other_from_it(
+    way: AttachedDevice, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    freed = []
+
+    def close(lane: Lane) -> None:
+        freed.append(lane)
+        raise RuntimeError("the driver does not unmap it")
+
+    monkeypatch.setattr(Lane, "close", close)
+    device.alive = device.rested = False
+    with pytest.raises(Unavailable):
+        way.renew()
+    device.alive = True
+    way.renew()
+    way.close()
+    assert len(set(freed)) == 2 and "memory of a device lane is not freed" in caplog.text
+
+
+class Stream:
+    """A stream, which notes whom it waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+def test_calls_of_a_stage_follow_one_another_and_those_of_others_do_not(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of two micro-batches that have a stream each."""
+    device.layout = MailLayout(8, 2, 64, 8, 2, torch.bfloat16)
+    device.answers = torch.zeros(device.layout.answers_bytes, dtype=torch.uint8)
+    way = AttachedDevice(lambda *_: None, device.layout, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    one, other = Stream(), Stream()
+    now = one
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now)
+    calls = [way.submit(0, ROWS)]
+    now = other
+    calls.append(way.submit(0, ROWS))
+    way.wait(calls[1])
+    assert not one.waited and not other.waited
+    way.wait(calls[0])
+    assert other.waited == [one], "an answer is taken behind its rows"
+    now = one
+    way.wait(way.submit(1, ROWS))
+    assert one.waited == [other]
+    way.close()
+
+
 def test_a_way_that_is_closed_frees_the_memory_of_all_its_lanes(way: AttachedDevice, device: Device) -> None:
     for _ in range(3):
         device.alive = device.rested = False

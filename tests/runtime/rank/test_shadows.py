@@ -217,7 +217,7 @@ def test_page_locked_memory_is_written_again_and_never_where_somebody_reads(
         owner.filled(1)
     shadows, layers = owners[0].shadows, owners[0].experts.layers
     before = kept(owners[0])
-    held, places = shadows.nbytes, {place(shadows, layers[at], e, 1) for at in before for e in before[at]}
+    held, places = bytes_of(shadows), {place(shadows, layers[at], e, 1) for at in before for e in before[at]}
     read = shadows.find(layers[1], before[1][0], 1)
     assert read is not None
     copies = {name: tensor.clone() for name, tensor in read.items()}
@@ -231,12 +231,17 @@ def test_page_locked_memory_is_written_again_and_never_where_somebody_reads(
     assert len(now - places) == 1, "one is made beside that which somebody reads"
     assert all(read[name].equal(tensor) for name, tensor in copies.items())
     each = held // len(places)
-    assert shadows.nbytes == held + each, "and the one that was read is kept for others"
+    assert bytes_of(shadows) == held + each, "and the one that was read is kept for others"
     del read
     again = newer.reloaded(1, 1)
     owners[0].experts.load(again, iter)
     owners[0].filled(again.number)
-    assert shadows.nbytes == held + each
+    assert bytes_of(shadows) == held + each
+
+
+def bytes_of(shadows: Shadows) -> int:
+    """With those that are kept for others."""
+    return shadows.nbytes + shadows.spare_bytes
 
 
 def place(shadows: Shadows, layer: int, expert: int, version: int) -> int:
@@ -254,11 +259,33 @@ def test_memory_that_is_kept_for_others_counts_and_makes_way_where_it_does_not_f
     owners = owners_of(epoch)
     each = sum(tensor.nbytes for tensor in owners[0].experts.bank.slot(0, 0).values())
     shadows = owners[0].shadows
-    shadows._limit = 2 * each
-    small = {"gate_up": torch.zeros(7)}
-    shadows._spare = [shadows_of_a_rank._Room({"gate_up": torch.zeros(each // 4)}) for _ in range(2)]
-    assert shadows.nbytes == 2 * each
-    assert shadows._room(small) is not None and shadows.nbytes == 0
+    shadows._limit = 3 * each
+    small, large = {"gate_up": torch.zeros(7)}, {"gate_up": torch.zeros(each // 4)}
+    shadows._spare = [shadows_of_a_rank._Room(large) for _ in range(3)]
+    assert shadows.spare_bytes == 3 * each and not shadows.nbytes
+    assert shadows._room(small) is not None
+    assert shadows.spare_bytes == 2 * each, "no more than makes room for it"
+    assert shadows._room(large) is not None
+    assert shadows.spare_bytes == each
+
+
+def test_memory_that_nothing_needs_for_long_is_freed_piece_by_piece(
+    path: Path, owners_of: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadows_of_a_rank, "SPARE_SECONDS", 0.2)
+    monkeypatch.setattr(shadows_of_a_rank, "FREE_SECONDS", 0.05)
+    owners = owners_of(start_epoch())
+    shadows = owners[0].shadows
+    with shadows._lock:
+        shadows._spare = [shadows_of_a_rank._Room({"gate_up": torch.zeros(8)}) for _ in range(4)]
+    meet(owners)
+    owners[0].filled(1)
+    seen, until = set[int](), time.monotonic() + SECONDS
+    while shadows.spare_bytes and time.monotonic() < until:
+        seen.add(shadows.spare_bytes)
+        time.sleep(0.002)
+    assert seen == {32, 64, 96, 128} and not shadows.spare_bytes
+    assert right(owners[0], start_epoch(), 0, path)
 
 
 def test_an_owner_that_gives_nothing_is_left_for_the_disk(

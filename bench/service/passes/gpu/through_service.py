@@ -62,7 +62,9 @@ def rebalancing(address: str) -> Iterator[None]:
 
 @contextmanager
 def service(config: Config, order: tuple[int, ...]) -> Iterator[Opened]:
-    """The service, with a caller that is attached and idle, and experts that are rebalanced."""
+    """The service, with a caller that is attached and idle, and a rebalance that is asked for each second: of
+    one owner, which has nothing to move.
+    """
     with LocalCluster(config) as cluster, rebalancing(cluster.address):
 
         def opened(

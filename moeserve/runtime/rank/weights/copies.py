@@ -43,10 +43,12 @@ class Copier:
         Raises Abandoned when the change was given up meanwhile.
         """
         with self.stream():
-            for source, target in slots:
-                for name, own in target.items():
-                    self._copy(source[name], own)
-            self.wait()
+            try:
+                for source, target in slots:
+                    for name, own in target.items():
+                        self._copy(source[name], own)
+            finally:  # nothing is read any more when this returns, however it does
+                self.wait()
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         if not self._rate:

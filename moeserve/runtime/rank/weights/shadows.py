@@ -38,6 +38,8 @@ ROUNDS = 3  # in which owners are asked for what they did not give; then the dis
 NEWS_SECONDS = 1.0  # between these, for word of another epoch
 SETTLED_SECONDS = 0.5  # without a change, before shadows are filled: callers wait for what comes after a loss
 CHANGING_SECONDS = 5.0  # for which changes that follow one another put that off
+SPARE_SECONDS = 600.0  # without a change, after which page-locked memory is freed that no shadow needs
+FREE_SECONDS = 1.0  # between two pieces of it
 
 PeerAddresses = Mapping[int, str]
 """By owner: the address at which its process gives its experts."""
@@ -72,6 +74,7 @@ class _Room:
     def __init__(self, slot: dict[str, Tensor]) -> None:
         self.slot = slot
         self.nbytes = sum(tensor.nbytes for tensor in slot.values())
+        self.page_locked = page_locked(slot)
         self._readers: list[weakref.ref[Lent]] = []
 
     def lend(self) -> Lent:
@@ -93,11 +96,12 @@ class Shadows:
     """One thread, which fills them; `find` may be called by any.
 
     `limit` bounds their bytes (0: none); layers come in their order, and what does not fit is left to the
-    disk. Page-locked memory of a shadow that is needed no more is kept for others: the driver takes seconds
-    to free 10 GB of it, and launches no step meanwhile. `peers` and `copier` are this thread's alone; the
-    copier bounds the bytes a second. A shadow is copied from the owner that holds its expert and proved by
-    its checksum; the disk is read only where the owner gives nothing. `tell` is told what is there, once an
-    epoch's shadows are filled.
+    disk. Page-locked memory of a shadow that is needed no more is kept for those that come next, as when a
+    lost owner is back: the driver takes seconds to free 10 GB of it, and launches no step meanwhile.
+
+    `peers` and `copier` are this thread's alone; the copier bounds the bytes a second. A shadow is copied
+    from the owner that holds its expert and proved by its checksum; the disk is read only where the owner
+    gives nothing. `tell` is told what is there, once an epoch's shadows are filled.
     """
 
     def __init__(
@@ -121,9 +125,15 @@ class Shadows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shadows, and of memory that is kept for others."""
+        """Bytes of the shadows."""
         with self._lock:
-            return sum(room.nbytes for room in (*self._kept.values(), *self._spare))
+            return sum(room.nbytes for room in self._kept.values())
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of memory that is kept for other shadows."""
+        with self._lock:
+            return sum(room.nbytes for room in self._spare)
 
     def find(self, layer: int, expert: int, version: int) -> Lent | None:
         """The shadow of an expert of `layer` (decoder index); None where there is none of that version."""
@@ -170,9 +180,13 @@ class Shadows:
         return self._changed and self._epoch is not None and bool(self._addresses)
 
     def _next(self) -> Epoch | None:
-        """The epoch to fill shadows for, once it has changed and is settled; None when they are closed."""
+        """The epoch to fill shadows for, once it has changed and is settled; None when they are closed. Spare
+        memory that nothing has needed for long is freed meanwhile, little by little.
+        """
+        while not self._comes(SPARE_SECONDS):
+            while self._spare and not self._comes(FREE_SECONDS):
+                self._free_one()
         with self._news:
-            self._news.wait_for(lambda: self._closed or self._has_work)
             self._behind = self._behind or time.monotonic()
             until = self._behind + CHANGING_SECONDS
             self._changed = False
@@ -181,6 +195,11 @@ class Shadows:
                     return None
                 self._changed = False
             return self._epoch
+
+    def _comes(self, seconds: float) -> bool:
+        """Whether there is something to do within so many seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: self._closed or self._has_work, seconds)
 
     @staticmethod
     def _settling(until: float) -> float:
@@ -222,7 +241,7 @@ class Shadows:
         """Forgets shadows that are not in `kept`."""
         with self._lock:
             gone = [self._kept.pop(each) for each in [one for one in self._kept if one not in kept]]
-            self._spare += [room for room in gone if page_locked(room.slot)]
+            self._spare += [room for room in gone if room.page_locked]
 
     def _room(self, like: Slot) -> _Room | None:
         """Memory for a shadow of such a slot; None where `limit` leaves none."""
@@ -233,11 +252,16 @@ class Shadows:
                 return found
         size = sum(tensor.nbytes for tensor in like.values())
         if self._limit and self.nbytes + size > self._limit:
-            with self._lock:  # of other sizes, or still read
-                self._spare = []
-            if self.nbytes + size > self._limit:
-                return None
+            return None
+        while self._limit and self.nbytes + self.spare_bytes + size > self._limit:
+            self._free_one()  # of other sizes, or still read
         return _Room(_host_memory(like))
+
+    def _free_one(self) -> None:
+        """Gives spare memory of one shadow back to the driver, in tens of milliseconds."""
+        with self._lock:
+            room = self._spare.pop(0) if self._spare else None
+        del room  # not while others wait to find one
 
     def _fill(self, epoch: Epoch, one: tuple[int, HeldExpert], silent: set[int] | None) -> bool:
         """Makes one shadow, of a layer's position and an expert there: from an owner that is not `silent`,
@@ -265,7 +289,7 @@ class Shadows:
             with self._lock:
                 if made:
                     self._kept[which] = room
-                elif page_locked(room.slot):
+                elif room.page_locked:
                     self._spare.append(room)
         return made
 
