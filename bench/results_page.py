@@ -159,7 +159,8 @@ VIEWS = (
         r"(?P<line>a caller of .+)",
         "{line}",
         "ours",
-        facts=("alone p50", "beside p50", "big step", "small step"),
+        facts=("alone p50", "beside p50", "p99, no rebalances", "longest", "big step", "small step"),
+        hidden=("passes",),
     ),
     View(
         "gpu_colocated",

@@ -121,27 +121,34 @@ def compared(
             spin = spun(attention) if attention else 0
             first = microseconds(small, spin, 4)
             seconds = (float(np.mean(first)) + attention) * DEPTH / 1e6
-            passes = clock.passes(wanted, 6 * seconds, len(ATTENTION) - at)
+            passes = clock.passes(wanted, 10 * seconds, len(ATTENTION) - at)
             if not passes:
                 print(json.dumps({"left out, its time is over": f"callers, attention {attention:g} us"}))
                 continue
             alone = microseconds(small, spin, passes)
             beside = microseconds(small, spin, passes, Big(big, spin))
+            with opened.quiet():
+                quiet = microseconds(small, spin, passes, Big(big, spin))
             for side, rows in ((small, SMALL), (big, BIG)):
                 side.way.check()
                 right = [one.to(HOME) for one in steps[rows].right]
                 check(f"callers, {rows} rows", (0, 0), side.answers, right)
-            results.append(_told(attention, alone, beside, steps))
+            results.append(_told(attention, alone, beside, quiet, steps))
         for side in (small, big):
             side.way.close()
     return results
 
 
-def _told(attention: float, alone: list[float], beside: list[float], steps: dict[int, Alone]) -> Result:
+def _told(
+    attention: float, alone: list[float], beside: list[float], quiet: list[float], steps: dict[int, Alone]
+) -> Result:
     p50, p99 = float(np.median(alone)), float(np.percentile(beside, 99))
     peers = {
         "alone p50": p50,
         "beside p50": float(np.median(beside)),
+        "p99, no rebalances": float(np.percentile(quiet, 99)),
+        "longest": max(beside),
+        "passes": len(beside) / DEPTH,
         "big step": steps[BIG].microseconds,
         "small step": steps[SMALL].microseconds,
     }

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,36 +27,62 @@ REBALANCE_SECONDS = 1.0  # between two rebalances
 REBALANCE_LIMIT = 30.0  # seconds for one
 
 
-class Opened(Protocol):
-    """Opens a way by its name, rows, stages and the layers of a forward pass; its owner closes it."""
+class Opened:
+    """A context: a service that is asked to rebalance meanwhile. Called, it opens a way by its name, rows,
+    stages and the layers of a forward pass; who asked for it closes it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address, self._outcomes = address, Counter[str]()
+        self._over, self._quiet = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._rebalance, name="rebalancing", daemon=True)
 
     def __call__(
         self, name: str, rows: int, stages: int, layers: tuple[int, ...], rows_wire: str = "auto"
-    ) -> AttachedDevice: ...
+    ) -> AttachedDevice:
+        given = Settings(
+            "attached",
+            self._address,
+            name=name,
+            rows=rows,
+            stages=stages,
+            device=HOME,
+            rows_wire=rows_wire,
+            layers=layers,
+        )
+        way: AttachedDevice = connect(given)  # type: ignore[assignment]
+        return way
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """No rebalance is asked for meanwhile."""
+        self._quiet.set()
+        try:
+            yield
+        finally:
+            self._quiet.clear()
 
-@contextmanager
-def rebalancing(address: str) -> Iterator[None]:
-    """Experts of the service are rebalanced meanwhile, by two policies in turn; prints what came of it."""
-    over, outcomes = threading.Event(), Counter[str]()
+    def __enter__(self) -> Opened:
+        self._thread.start()
+        return self
 
-    def run() -> None:
-        with MoeClient(address, timeout=REBALANCE_LIMIT) as client:
-            while not over.wait(REBALANCE_SECONDS):
-                policy = ("even", "eplb")[outcomes.total() % 2]
+    def __exit__(self, *ended: object) -> None:
+        self._over.set()
+        self._thread.join(REBALANCE_LIMIT)
+        print(json.dumps({"rebalanced meanwhile": dict(self._outcomes)}), flush=True)
+
+    def _rebalance(self) -> None:
+        """By two policies in turn."""
+        with MoeClient(self._address, timeout=REBALANCE_LIMIT) as client:
+            while not self._over.wait(REBALANCE_SECONDS):
+                if self._quiet.is_set():
+                    continue
+                policy = ("even", "eplb")[self._outcomes.total() % 2]
                 try:
-                    outcomes[client.rebalance(policy=policy, timeout=REBALANCE_LIMIT).outcome] += 1
+                    outcome = client.rebalance(policy=policy, timeout=REBALANCE_LIMIT).outcome
                 except MoeError as error:
-                    outcomes[f"{type(error).__name__}: {error}"] += 1
-
-    thread = threading.Thread(target=run, name="rebalancing", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(REBALANCE_LIMIT)
-        print(json.dumps({"rebalanced meanwhile": dict(outcomes)}), flush=True)
+                    outcome = f"{type(error).__name__}: {error}"
+                self._outcomes[outcome] += 1
 
 
 @contextmanager
@@ -65,24 +90,7 @@ def service(config: Config, order: tuple[int, ...]) -> Iterator[Opened]:
     """The service, with a caller that is attached and idle, and a rebalance that is asked for each second: of
     one owner, which has nothing to move.
     """
-    with LocalCluster(config) as cluster, rebalancing(cluster.address):
-
-        def opened(
-            name: str, rows: int, stages: int, layers: tuple[int, ...], rows_wire: str = "auto"
-        ) -> AttachedDevice:
-            given = Settings(
-                "attached",
-                cluster.address,
-                name=name,
-                rows=rows,
-                stages=stages,
-                device=HOME,
-                rows_wire=rows_wire,
-                layers=layers,
-            )
-            way: AttachedDevice = connect(given)  # type: ignore[assignment]
-            return way
-
+    with LocalCluster(config) as cluster, Opened(cluster.address) as opened:
         idle = opened("idle", IDLE_ROWS, 1, order)
         yield opened
         idle.close()
