@@ -13,13 +13,14 @@ from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.served import Served
 
-WEIGHTS, STAGING, DISPATCH, GRAPHS = "weights", "staging", "dispatch", "graphs"
+WEIGHTS, STAGING, DISPATCH, KEPT, GRAPHS = "weights", "staging", "dispatch", "kept", "graphs"
 WORKSPACE, CACHED, PASSES = "workspace", "cached", "passes"
 
 PURPOSES = {
     WEIGHTS: "prepared experts in this rank's slots",
     STAGING: "experts that are being copied in for the next epoch",
     DISPATCH: "dispatchers' own buffers, as far as they are known without their libraries",
+    KEPT: "dispatchers' buffers of a generation that has ended, which a lost process may still write to",
     GRAPHS: "memory pools of recorded steps, those of passes too",
     PASSES: "mailboxes of callers' GPUs, and where the rows of their steps lie",
     WORKSPACE: "what a step works in, and tables of routing and load",
@@ -29,11 +30,12 @@ PURPOSES = {
 
 
 def planned_bytes(served: Served, plans: Mapping[int, Plan], balance: BalanceConfig) -> dict[str, int]:
-    """Bytes of a rank by purpose: `weights`, `staging`, `dispatch` and `workspace`.
+    """Bytes of a rank by purpose: `weights`, `staging`, `dispatch`, `kept` and `workspace`.
 
     Weights are counted in the scheme's format, which a kernel may pack a few percent tighter or wider. The
     workspace is that of the largest step: its batch, what the first GEMM gives, and answers twice; it comes
-    and goes with steps. Reserved places are counted. Raises ValueError where redundant experts do not divide
+    and goes with steps. What is kept is there after a loss, until another generation forms once that process
+    has ended. Reserved places are counted. Raises ValueError where redundant experts do not divide
     over the ranks.
     """
     first = first_epoch(replace(served, redundant=balance.redundant_experts))
@@ -41,10 +43,13 @@ def planned_bytes(served: Served, plans: Mapping[int, Plan], balance: BalanceCon
     experts = {layer: expert_bytes(plan) for layer, plan in plans.items()}
     made = {id(plan): plan for plan in plans.values()}.values()
     steps = [step_bytes(plan, span, slots) for plan in made for span in plan.dispatchers]
+    dispatch = dispatch_bytes(served, plans, first)
+    outlives = len(first.members) > 1 and all(plan.outlives for plan in made)
     return {
         WEIGHTS: slots * sum(experts.values()),
         STAGING: balance.staging_slots * max(experts.values(), default=0),
-        DISPATCH: dispatch_bytes(served, plans, first),
+        DISPATCH: dispatch,
+        KEPT: dispatch if outlives else 0,
         WORKSPACE: max(steps, default=0),
     }
 

@@ -132,8 +132,14 @@ class RankDispatchers:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the device that all dispatchers hold, as far as it is known."""
-        return sum(self._nbytes.values())
+        """Bytes of the device that all dispatchers hold, as far as it is known. From any thread."""
+        return sum(dict(self._nbytes).values()) - self.kept_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept of generations before. From any thread."""
+        nbytes = dict(self._nbytes)
+        return sum(nbytes.get(one, 0) for _, one in list(self._kept))
 
     def interrupt(self) -> None:
         """Ends every dispatcher's waits for other ranks: the group has ended, and no step has an answer any

@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 import torch
 
 from moeserve.experts.bank import Bank
-from moeserve.runtime.planning.memory import CACHED, DISPATCH, GRAPHS, PASSES, STAGING, WEIGHTS, WORKSPACE
+from moeserve.runtime.planning.memory import (
+    CACHED,
+    DISPATCH,
+    GRAPHS,
+    KEPT,
+    PASSES,
+    STAGING,
+    WEIGHTS,
+    WORKSPACE,
+)
 
 
 class RunsHeld(NamedTuple):
@@ -22,14 +31,16 @@ NO_RUNS = RunsHeld()
 
 
 def held_bytes(
-    bank: Bank, dispatch: int, device: str, pool: Any = None, runs: RunsHeld = NO_RUNS
+    bank: Bank, buffers: tuple[int, int], device: str, pool: Any = None, runs: RunsHeld = NO_RUNS
 ) -> dict[str, int]:
-    """Bytes by each of `PURPOSES`; `dispatch` is what dispatchers' buffers take, `pool` the graphs' pool.
+    """Bytes by each of `PURPOSES`. buffers: what those of dispatchers take, and those kept of generations
+    before. pool: of the graphs.
 
     On a CPU torch keeps no account: workspace, graphs, passes and cached are 0 there. CUDA's own context and
     what it keeps of graphs, compiled kernels and libraries that allocate by themselves are in none of them.
     """
-    held = {WEIGHTS: bank.slots_nbytes, STAGING: bank.staging_nbytes, DISPATCH: dispatch}
+    held = {WEIGHTS: bank.slots_nbytes, STAGING: bank.staging_nbytes}
+    held |= dict(zip((DISPATCH, KEPT), buffers, strict=True))
     if device == "cpu":
         return held | {GRAPHS: 0, PASSES: 0, WORKSPACE: 0, CACHED: 0}
     pools = [one for one in (pool, runs.pool) if one is not None]

@@ -379,7 +379,7 @@ class Rank:
         """Bytes of its device by each of `PURPOSES`; from any thread."""
         return held_bytes(
             self.experts.bank,
-            self._dispatchers.buffer_bytes,
+            (self._dispatchers.buffer_bytes, self._dispatchers.kept_bytes),
             self.device,
             self._runner.graphs.pool,
             self.runs_held(),

@@ -141,14 +141,16 @@ def test_what_members_may_still_write_to_is_kept_until_they_have_ended(
         rank.leave(keep=True)
         rank.leave(keep=True)
         rank.free(but=[3, 9])
-        assert rank._dispatchers.buffer_bytes == 64 * writes, "of generation 3"
+        held = rank.held_bytes()
+        assert (held["dispatch"], held["kept"]) == (0, 64 * writes), "of generation 3"
         rank.join(None, generation)
-        assert rank._dispatchers.buffer_bytes == 64 * writes + 64
+        held = rank.held_bytes()
+        assert (held["dispatch"], held["kept"]) == (64, 64 * writes)
     rank.leave(keep=True)
     rank.free(but=[ANY_GENERATION, 9])
-    assert rank._dispatchers.buffer_bytes == 128 * writes, "of generations 3 and 5"
+    assert rank.held_bytes()["kept"] == 128 * writes, "of generations 3 and 5"
     rank.leave()
-    assert rank._dispatchers.buffer_bytes == 0 and done.count("close") == 4
+    assert rank.held_bytes()["kept"] == 0 and done.count("close") == 4
     assert done.count("part") == 4 * writes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from checkpoints import make_checkpoint
@@ -16,6 +18,7 @@ from moeserve.experts.batch import ExpertWeights, Grouping
 from moeserve.quant.formats import BF16
 from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.memory import PURPOSES, planned_bytes
 from moeserve.runtime.rank import rank as rank_room
@@ -91,6 +94,16 @@ def test_dispatchers_over_peer_memory_say_what_their_buffers_take() -> None:
     assert DISPATCHERS["deepep_ll"].buffer_bytes is None  # its library's own
 
 
+def test_a_group_over_peer_memory_plans_what_it_keeps_after_a_loss(served: Served) -> None:
+    several, machine = replace(served, mesh=Mesh(2, 1, 2)), machine_named("h200", ())
+    for backend, keeps in (("nvlink_ll", True), ("all2allv", False)):
+        plans = plans_for(several, machine, Wanted(dispatcher=backend))
+        planned = planned_bytes(several, plans, BalanceConfig())
+        assert planned["kept"] == planned["dispatch"] and bool(planned["kept"]) == keeps
+    alone = planned_bytes(served, plans_for(served, machine, Wanted()), BalanceConfig())
+    assert alone["kept"] == 0
+
+
 def test_the_metric_tells_every_purpose(served: Served) -> None:
     rank, telemetry = rank_of(served), RankTelemetry("model", 0, "1", {0: ["local"]})
     telemetry.device_bytes(rank.held_bytes)
@@ -115,7 +128,7 @@ def test_what_runs_of_callers_gpus_hold_is_told_apart(
     monkeypatch.setattr(torch.cuda, "memory_snapshot", pools.__getitem__)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: weights + 54 + 30 + 1000)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: weights + 79 + 30 + 1000 + 200)
-    held = held_bytes(rank.experts.bank, 0, "cuda", "steps", RunsHeld("runs", rooms=30, mailboxes=500))
+    held = held_bytes(rank.experts.bank, (0, 0), "cuda", "steps", RunsHeld("runs", rooms=30, mailboxes=500))
     assert (held["graphs"], held["passes"], held["workspace"], held["cached"]) == (79, 530, 1000, 200)
     rank.runs_held = lambda: RunsHeld(None, 30, 500)
     assert rank.held_bytes()["passes"] == 0, "there is none on a CPU"
