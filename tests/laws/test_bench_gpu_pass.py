@@ -8,7 +8,7 @@ import torch
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu import loop
 from bench.service.passes.gpu.clock import LEAST_PASSES, Clock
-from bench.service.passes.gpu.loop import EQUAL, LOOP, Batches, Case, Known, Loop, cases, forward
+from bench.service.passes.gpu.loop import EQUAL, LOOP, ROWS, Batches, Case, Known, Loop, Wanted, forward
 
 SIZES = Sizes(64, 32, 8, 2, 3)
 
@@ -74,10 +74,12 @@ def test_a_case_makes_no_more_passes_than_its_share_of_the_time_holds() -> None:
 
 
 def test_all_cases_are_told_with_the_aim_that_stages_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(cases()) == len({case.text("x") for case in cases()}) == 36
+    every = Wanted(9).cases(ROWS)
+    assert len(every) == len({case.text("x") for case in every}) == 36
+    assert Wanted(9, [EQUAL], [3]).cases([1, 16]) == [Case(1, EQUAL, 3), Case(16, EQUAL, 3)]
     monkeypatch.setattr(loop, "Attention", lambda device: None)
-    two = Loop(SIZES, "cpu", "two processes on two GPUs, fp8", 9, Clock(1.0))
-    one = Loop(SIZES, "cpu", "one process on one GPU, fp8", 9, Clock(1.0))
+    two = Loop(SIZES, "cpu", "two processes on two GPUs, fp8", Wanted(9), Clock(1.0))
+    one = Loop(SIZES, "cpu", "one process on one GPU, fp8", Wanted(9), Clock(1.0))
     known = Known(50.0, [])
     for stages, aim in ((1, None), (2, 230.0), (3, 315.0)):
         case = Case(16, 100.0, stages)
