@@ -15,12 +15,12 @@ from bench.service.faults.service import Service
 from bench.service.serving_on.events import Event, Outcome, Setup, gaps
 from bench.service.serving_on.pages import drop, in_memory
 from bench.service.serving_on.raw import RawAnswer, RawCalls, failed_on_living
-from bench.service.serving_on.run import Run, covered, median_call, right_times, wait_whole
+from bench.service.serving_on.run import EXPERTS, Run, covered, median_call, right_times, wait_whole
 
 WAITS = "the group waits for ranks"  # what the head logs where the others cannot serve without them
 CALM_SECONDS = 1.0  # of calls before an event, and after its end
 BACK_SECONDS = 90.0
-READY_SECONDS = 60.0  # for shadows to be there again
+READY_SECONDS = 60.0  # for shadows, or replicas, to be there again
 AFTER_SECONDS = 1.0  # in which bare callers learn where a lane is that has come back
 STACKS_SECONDS = 1.0  # for ranks to write where they are
 SETTLE_SECONDS = 20.0  # for processes that end to be gone
@@ -52,7 +52,7 @@ def happen(
 ) -> Outcome:
     """Has one event happen, and waits until all members are back."""
     (setup, event), (service, callers, raw) = what, parts
-    source, mark = wait_ready(run, service, event), service.logged()
+    source, mark = wait_ready(run, setup, service, event), service.logged()
     callers.answers(0.0)
     raw_answers = raw.answers(0.0)
     before = callers.answers(CALM_SECONDS)
@@ -105,10 +105,13 @@ def rightly(answers: list[RawAnswer]) -> int:
     return sum(not one.fault for one in answers)
 
 
-def wait_ready(run: Run, service: Service, event: Event) -> str:
-    """Waits until shadows are there, where the service has any; where the experts of the members are."""
+def wait_ready(run: Run, setup: Setup, service: Service, event: Event) -> str:
+    """Waits until shadows are there, or second replicas of all experts, where the setup is to have them; says
+    where the experts of the members are.
+    """
     until, found = time.monotonic() + READY_SECONDS, covered(service, event.ranks)
-    while run.args.wait_shadows and "disk" in found and time.monotonic() < until:
+    comes = run.args.wait_shadows and (setup.shadows or setup.redundant >= EXPERTS)
+    while comes and "disk" in found and time.monotonic() < until:
         time.sleep(0.2)
         found = covered(service, event.ranks)
     return found

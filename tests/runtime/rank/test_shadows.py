@@ -96,6 +96,22 @@ def meet(owners: list[Owner]) -> None:
         owner.shadows.meet({at: one.server.address for at, one in enumerate(owners)})
 
 
+def ready(owners: list[Owner]) -> None:
+    """They have met, and all shadows of the first epoch are there."""
+    meet(owners)
+    for owner in owners:
+        owner.filled(1)
+
+
+def reloaded(owners: list[Owner], epoch: Epoch, path: Path) -> Epoch:
+    """`epoch` with the second layer of the checkpoint at `path`, which they have read."""
+    newer = epoch.with_weights(str(path)).reloaded(1, 2)
+    for owner in owners:
+        owner.experts.use_weights(newer.weights)
+        owner.experts.load(newer, iter)
+    return newer
+
+
 def kept(owner: Owner, version: int = 1) -> dict[int, tuple[int, ...]]:
     """The experts with a shadow, by position."""
     found = {
@@ -138,9 +154,7 @@ def test_owners_keep_what_they_would_take_over_and_read_no_disk_for_it(path: Pat
 def test_a_loss_is_taken_over_from_shadows_and_nothing_is_read(path: Path, owners_of: Made) -> None:
     epoch = start_epoch()
     owners = owners_of(epoch)
-    meet(owners)
-    for owner in owners:
-        owner.filled(1)
+    ready(owners)
     after = epoch.without({2})
     for seat, owner in enumerate(owners[:2]):
         experts, read = owner.experts, owner.experts.bytes_read
@@ -186,13 +200,8 @@ def test_a_reload_drops_the_shadows_of_old_weights_and_fills_new_ones(
     make_checkpoint("qwen3_moe", tmp_path, seed=1)
     epoch = start_epoch()
     owners = owners_of(epoch)
-    meet(owners)
-    for owner in owners:
-        owner.filled(1)
-    newer = epoch.with_weights(str(tmp_path)).reloaded(1, 2)
-    for owner in owners:
-        owner.experts.use_weights(newer.weights)
-        owner.experts.load(newer, iter)
+    ready(owners)
+    newer = reloaded(owners, epoch, tmp_path)
     for at, owner in enumerate(owners):
         assert owner.filled(newer.number) == set(shadows_of(newer, at))
         assert kept(owner, 1).keys() == {0}
@@ -212,19 +221,14 @@ def test_page_locked_memory_is_written_again_and_never_where_somebody_reads(
     make_checkpoint("qwen3_moe", tmp_path, seed=1)
     epoch = start_epoch()
     owners = owners_of(epoch)
-    meet(owners)
-    for owner in owners:
-        owner.filled(1)
+    ready(owners)
     shadows, layers = owners[0].shadows, owners[0].experts.layers
     before = kept(owners[0])
     held, places = bytes_of(shadows), {place(shadows, layers[at], e, 1) for at in before for e in before[at]}
     read = shadows.find(layers[1], before[1][0], 1)
     assert read is not None
     copies = {name: tensor.clone() for name, tensor in read.items()}
-    newer = epoch.with_weights(str(tmp_path)).reloaded(1, 2)  # those of the second layer go, others come
-    for owner in owners:
-        owner.experts.use_weights(newer.weights)
-        owner.experts.load(newer, iter)
+    newer = reloaded(owners, epoch, tmp_path)
     for owner in owners:
         owner.filled(newer.number)
     now = {place(shadows, layers[1], e, 2) for e in kept(owners[0], 2)[1]}
