@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from moeserve.torch.attached_device import AttachedDevice
 
 NOBODY = "cuda:00000000-0000-0000-0000-000000000000"
 SHARED = {"plan__device": "cuda", "passes__share_gpu": True}
+Between = Callable[[Tensor, torch.cuda.Stream], None]
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,68 @@ def test_a_block_in_a_graph_has_the_bits_of_eager_and_compiled(house: LocalClust
         replayed = out.clone()
         assert torch.equal(replayed, block(fresh)), turn
         assert torch.equal(replayed, compiled(fresh)), turn
+    way.close()
+
+
+def _nothing(scratch: Tensor, side: torch.cuda.Stream) -> None:
+    """The kernel before is what brought the rows."""
+
+
+def _cleared(scratch: Tensor, side: torch.cuda.Stream) -> None:
+    """Memory is set, which is no kernel in a graph."""
+    scratch.zero_()
+
+
+def _copied(scratch: Tensor, side: torch.cuda.Stream) -> None:
+    """Memory is copied, which is none either."""
+    scratch[0].copy_(scratch[1])
+
+
+def _joined(scratch: Tensor, side: torch.cuda.Stream) -> None:
+    """Two streams come together, so that a node has two before it."""
+    here = torch.cuda.current_stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        scratch[0].add_(1.0)
+    scratch[1].add_(1.0)
+    here.wait_stream(side)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("rows", [1, 6, 64])
+@pytest.mark.parametrize("between", [_nothing, _cleared, _copied, _joined])
+@torch.no_grad()
+def test_an_answer_is_taken_behind_whatever_a_graph_has_before(
+    house: LocalCluster, remote: object, alone: Alone, between: Between, rows: int
+) -> None:
+    """What fetches it begins beside the kernel before."""
+    way, scratch = opened(house, "behind", stages=2), torch.zeros(2, 1 << 16, device="cuda")
+    given = [[batch(alone, rows, seed=10 * layer + stage) for stage in (0, 1)] for layer in (0, 1)]
+    stream, side, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def passed() -> list[Tensor]:
+        found = []
+        for layer, both in enumerate(given):
+            experts = MoeExperts(way, layer)
+            tickets = [experts.submit(*one) for one in both]
+            for ticket in tickets:
+                between(scratch, side)
+                found.append(experts.wait(ticket))
+        return found
+
+    with torch.cuda.stream(stream):
+        passed()
+    way.check()
+    with torch.cuda.graph(graph, stream=stream):
+        found = passed()
+    for turn in range(4):
+        for both in given:
+            for one in both:
+                one[0].mul_(-1.0 - turn)
+        graph.replay()
+        way.check()
+        wanted = [MoeExperts(remote, layer)(*one) for layer, both in enumerate(given) for one in both]
+        assert all(map(torch.equal, found, wanted)), turn
     way.close()
 
 

@@ -1,51 +1,77 @@
-"""What all of it costs while nothing happens: two services, on and off, are asked in turn."""
+"""What all of it costs while nothing happens: two services, on and off, are asked in turn.
+
+A call takes a tenth more or less from one second to the next, of either service alike, so that both are asked
+some calls each by one client: a window's ratio is of calls that lie between one another.
+"""
 
 from __future__ import annotations
 
 import random
 import statistics
+import time
 
 from bench.lib.record import Result
+from bench.service.faults.callers import BOUND, Call
 from bench.service.serving_on.events import Setup
-from bench.service.serving_on.run import SWITCHES, Run, median_call
+from bench.service.serving_on.run import SWITCHES, Run
+from moeserve.proto.client import MoeClient
 
-WINDOW_SECONDS, SETTLE_SECONDS = 4.0, 0.5
+WINDOW_SECONDS = 8.0
+TURN_CALLS, FIRST_CALLS = 16, 2  # to one service before the other has its turn; the first do not count
+PATIENCE_SECONDS = 60.0  # of a call
 DRAWS = 4000  # of the pairs with replacement, for the interval
 AIM = 1.03  # on a CPU
 
 
 def cost(run: Run, setup: Setup) -> tuple[list[Result], list[str]]:
-    """`--pairs` windows of each service, one after the other; on over off, by the median call."""
+    """`--pairs` windows, in each of which both services are asked; on over off, by the median call."""
     off = {key.replace(".", "__"): value for key, value in SWITCHES.items()}
     named = ", ".join(SWITCHES)
-    ratios, calls = [], {True: list[float](), False: list[float]()}
+    ratios, medians, wrong = [], {True: list[float](), False: list[float]()}, list[str]()
     with (
         run.service(setup) as one,
         run.service(setup, **off) as other,
-        run.callers(one) as asking_one,
-        run.callers(other) as asking_other,
+        MoeClient(one.address, timeout=PATIENCE_SECONDS) as asking_one,
+        MoeClient(other.address, timeout=PATIENCE_SECONDS) as asking_other,
     ):
-        both = {True: asking_one, False: asking_other}
-        for callers in both.values():
-            callers.pause()
+        clients = {True: asking_one, False: asking_other}
+        _window(clients, run.calls, 0.0, wrong)
         for pair in range(run.args.pairs):
-            took = {}
-            for on in (True, False) if pair % 2 else (False, True):
-                both[on].go_on()
-                both[on].answers(SETTLE_SECONDS)
-                took[on] = median_call(both[on].answers(WINDOW_SECONDS))
-                both[on].pause()
-                both[on].answers(SETTLE_SECONDS)
-                calls[on].append(took[on])
-            ratios.append(took[True] / took[False])
-            print(f"pair {pair}: {took[True] * 1e3:.3f} ms on, {took[False] * 1e3:.3f} ms off", flush=True)
+            took = _window(clients, run.calls, WINDOW_SECONDS, wrong)
+            for on, seconds in took.items():
+                medians[on].append(statistics.median(seconds))
+            ratios.append(medians[True][-1] / medians[False][-1])
+            ms = {on: found[-1] * 1e3 for on, found in medians.items()}
+            print(f"pair {pair}: {ms[True]:.3f} ms on, {ms[False]:.3f} ms off", flush=True)
     low, high = interval(ratios, run.args.seed)
     middle = statistics.median(ratios)
     print(f"on over off ({named}), median of {len(ratios)} pairs: {middle:.4f} ({low:.4f} to {high:.4f})")
-    peers = {"low, 95 %": low, "high, 95 %": high, "on, ms": statistics.median(calls[True]) * 1e3}
+    peers = {"low, 95 %": low, "high, 95 %": high, "on, ms": statistics.median(medians[True]) * 1e3}
     case = f"{setup}: steady call, on over off ({named}), {len(ratios)} pairs"
-    wrong = asking_one.wrong + asking_other.wrong
     return [Result("serve_on", case, middle, "x", "lower", AIM, peers)], wrong
+
+
+def _window(
+    clients: dict[bool, MoeClient], calls: list[Call], seconds: float, wrong: list[str]
+) -> dict[bool, list[float]]:
+    """How long calls took, by service, in whole turns of both; wrong answers are told to `wrong`."""
+    took = {True: list[float](), False: list[float]()}
+    until, turn = time.monotonic() + seconds, 0
+    while True:
+        for on in (True, False) if turn % 2 else (False, True):
+            for number in range(TURN_CALLS):
+                layer, batch, right = calls[(turn * TURN_CALLS + number) % len(calls)]
+                began = time.perf_counter()
+                answer = clients[on].forward(layer, *batch)
+                spent = time.perf_counter() - began
+                error = float((answer.float() - right).norm() / right.norm())
+                if not error <= BOUND:
+                    wrong.append(f"relative error {error:.2e} is over {BOUND:g}")
+                if number >= FIRST_CALLS:
+                    took[on].append(spent)
+        turn += 1
+        if time.monotonic() > until and turn % 2 == 0:
+            return took
 
 
 def interval(ratios: list[float], seed: int) -> tuple[float, float]:

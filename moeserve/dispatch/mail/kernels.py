@@ -206,7 +206,8 @@ class CallerKernels:
         lines, rows = self._layout.answer(stage)
         blocks = self._layout.readers_of(out.shape[0])
         if awaited := blocks > FEW_BLOCKS:
-            self._await.launch(1, MOST_BLOCKS, {"lines_at": lines, "stage": stage, "early": 0})
+            given = {"lines_at": lines, "stage": stage, "early": int(self._overlaps)}
+            self._await.launch(1, MOST_BLOCKS, given, overlapped=self._overlaps)
         self._fetch.launch(
             blocks,
             THREADS,
@@ -220,7 +221,7 @@ class CallerKernels:
                 "lines": self._layout.blocks_of(out.shape[0]),
                 "awaited": int(awaited),
             },
-            overlapped=awaited and self._overlaps,
+            overlapped=self._overlaps,
         )
 
 

@@ -147,6 +147,8 @@ def _told(
         "alone p50": p50,
         "beside p50": float(np.median(beside)),
         "p99, no rebalances": float(np.percentile(quiet, 99)),
+        "p50 of first steps": float(np.median(beside[::DEPTH])),  # of a pass
+        "p99 of others": float(np.percentile([t for at, t in enumerate(beside) if at % DEPTH], 99)),
         "longest": max(beside),
         "passes": len(beside) / DEPTH,
         "big step": steps[BIG].microseconds,

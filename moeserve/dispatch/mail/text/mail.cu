@@ -16,14 +16,16 @@ struct __align__(32) Line {
 };
 
 // Words of a caller's table, and of an owner's state of a lane. Steps and tickets: one word a stage.
-enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, AGREED, LEAST, STEPS = 16, TICKETS = 24 };
+enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, AGREED, LEAST, TOOK, READ, DONE, STEPS = 16, TICKETS = 24 };
 enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
 enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
 enum { YIELD = 2 };  // of the host's word: others want the device, and what waits is launched anew
 enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
 
+#define WARP 32
 #define SHARE 896    // 16-byte words of rows for which a block more pays
 #define POLLS 64     // of a tag, between two looks at the host's word, which is read over PCIe
+#define LONGEST_POST 1000000000  // nanoseconds
 #define AT_ONCE 4    // words that a thread asks for before it waits for the first
 
 DEVICE u64 load_acquire(const u64* at) {
@@ -49,6 +51,9 @@ DEVICE u32 load_fresh(const u32* at) {
   return v;
 }
 
+// A word of a table or a state, as other kernels that run now leave it.
+DEVICE u64 word(const u64* words, int at) { return *(const volatile u64*)(words + at); }
+
 DEVICE int blocks_of(u32 count, int row_words, int most) {
   long wanted = (long)count * row_words / SHARE;
   return wanted < 1 ? 1 : wanted > most ? most : (int)wanted;
@@ -70,17 +75,37 @@ DEVICE void begin_next() {
 #endif
 }
 
-DEVICE void copy_share(const uint4* from, uint4* to, long words, int block, int blocks) {
-  const long first = words * block / blocks, last = words * (block + 1) / blocks;
-  for (long at = first + threadIdx.x; at < last; at += AT_ONCE * blockDim.x) {
-    uint4 found[AT_ONCE];
+// A block's share of rows. The first words of each thread are asked for when this is made, and waited for when they are
+// stored.
+struct Copy {
+  const uint4* from;
+  long at, last;
+  uint4 found[AT_ONCE];
+
+  DEVICE Copy(const uint4* from, long words, int block, int blocks)
+      : from(from), at(words * block / blocks + threadIdx.x), last(words * (block + 1) / blocks) {
+    load();
+  }
+
+  DEVICE void load() {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
       if (at + i * blockDim.x < last) found[i] = load_fresh(from + at + i * blockDim.x);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (at + i * blockDim.x < last) to[at + i * blockDim.x] = found[i];
   }
+
+  DEVICE void store(uint4* to) {
+    while (at < last) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (at + i * blockDim.x < last) to[at + i * blockDim.x] = found[i];
+      at += AT_ONCE * blockDim.x;
+      load();
+    }
+  }
+};
+
+DEVICE void copy_share(const uint4* from, uint4* to, long words, int block, int blocks) {
+  Copy(from, words, block, blocks).store(to);
 }
 
 // A block's share of ids and weights, or of logits alone. The first word of each thread is asked for when this is made,
@@ -121,10 +146,10 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
   const u32* abort = (const u32*)words[ABORT];
   for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
     if (polls % POLLS) continue;
-    if (*(volatile u64*)(words + ENDED)) return false;
-    const u32 word = abort ? load_relaxed(abort) : 0;
-    if (word) {
-      note_end(words, word == YIELD ? MISFIT : LOST);
+    if (word(words, ENDED)) return false;
+    const u32 said = abort ? load_relaxed(abort) : 0;
+    if (said) {
+      note_end(words, said == YIELD ? MISFIT : LOST);
       return false;
     }
     if (nanoseconds() - began <= words[PATIENCE]) continue;
@@ -134,13 +159,15 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
   return true;
 }
 
-// The last block counts the step. All threads of a block have read the count, `steps`, before one of them calls this.
-DEVICE void count_step(u64* words, int stage, u64 steps) {
+// The last block counts the step; whether this is it. All threads of a block have read the count, `steps`, before one of
+// them calls this.
+DEVICE bool count_step(u64* words, int stage, u64 steps) {
   if (gridDim.x > 1) {
-    if (atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return;
+    if (atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return false;
     words[TICKETS + stage] = 0;
   }
   words[STEPS + stage] = steps + 1;
+  return true;
 }
 
 #if WIRE == WIRE_FP8_GROUP128
@@ -218,56 +245,60 @@ DEVICE void take_rows(const u8* from, uint4* to, long rows, int row_words, int b
 
 // -- the caller's -------------------------------------------------------------------------------------------
 
-// Brings `count` rows of `layer` into the mailbox.
+// Brings `count` rows of `layer` into the mailbox. A fetch that comes next begins beside it.
 extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
   u64* words = args.table;
   const int block = blockIdx.x, blocks = gridDim.x;
   const u64 number = words[NUMBER], steps = words[STEPS + args.stage], mirror = words[MIRROR];
   u8* box = (u8*)words[MAILBOX];
+  begin_next();
   Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
   if (words[ENDED]) return;
   send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
   routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
   __syncthreads();  // the release below is of what all threads of the block have written
-  if (threadIdx.x) return;
   const u64 tag = tag_of(number, steps);
-  Line* line = (Line*)(box + args.lines_at) + block;
-  store_relaxed(&line->count, args.count);
-  store_relaxed(&line->first, args.layer);
-  store_relaxed(&line->second, args.kind);
-  store_release(&line->tag, tag);
-  if (block || !mirror) return;
-  volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);  // for the owner's host
-  header[HEADER_LAYER] = args.layer;
-  header[HEADER_STAGE] = args.stage;
-  header[HEADER_COUNT] = args.count;
-  header[HEADER_KIND] = args.kind;
-  store_release((u64*)header + HEADER_TAG, tag);
+  if (threadIdx.x == 0) {
+    Line* line = (Line*)(box + args.lines_at) + block;
+    store_relaxed(&line->count, args.count);
+    store_relaxed(&line->first, args.layer);
+    store_relaxed(&line->second, args.kind);
+    store_release(&line->tag, tag);
+  } else if (threadIdx.x == WARP && block == 0 && mirror) {  // beside it: a release takes a microsecond or two
+    volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);  // for the owner's host
+    header[HEADER_LAYER] = args.layer;
+    header[HEADER_STAGE] = args.stage;
+    header[HEADER_COUNT] = args.count;
+    header[HEADER_KIND] = args.kind;
+    store_release((u64*)header + HEADER_TAG, tag);
+  }
 }
 
 // Waits for the answer to the stage's rows, which was written by `lines` blocks. What has no answer is filled with zeros,
-// and ENDED says why.
+// and ENDED says why. It begins beside what was launched before, which may use `out` until it is over.
 extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
   u64* words = args.table;
   if (args.awaited) await_launch();
   const int block = blockIdx.x, blocks = gridDim.x;
-  const u64 steps = words[STEPS + args.stage], tag = tag_of(words[NUMBER], steps);
+  const u64 steps = word(words, STEPS + args.stage), tag = tag_of(words[NUMBER], steps);
   const u8* answers = (const u8*)words[ANSWERS];
   const int lines = args.awaited ? 1 : args.lines;  // that this block looks at
   bool there = true;
   if (threadIdx.x < lines) {
     const Line* line = (const Line*)(answers + args.lines_at) + (args.awaited ? block : threadIdx.x);
-    there = !*(volatile u64*)(words + ENDED) && await_tag(line, tag, words, LOST);
+    there = !word(words, ENDED) && await_tag(line, tag, words, LOST);
     if (const u32 status = there ? load_relaxed(&line->first) : 0u) {
       note_end(words, status);
       there = false;
     }
   }
   there = __syncthreads_and(there);
-  if (threadIdx.x == 0) count_step(words, args.stage, steps);
   const long all = (long)args.count * args.row_words;
+  Copy answer((const uint4*)(answers + args.rows_at), there ? all : 0, block, blocks);
+  if (!args.awaited) await_launch();
+  if (threadIdx.x == 0) count_step(words, args.stage, steps);
   if (there) {
-    copy_share((const uint4*)(answers + args.rows_at), args.out, all, block, blocks);
+    answer.store(args.out);
   } else {
     const long first = all * block / blocks, last = all * (block + 1) / blocks;
     for (long at = first + threadIdx.x; at < last; at += blockDim.x) args.out[at] = make_uint4(0, 0, 0, 0);
@@ -283,6 +314,19 @@ DEVICE u32 agree(u64* words, u32 count) {
   return before ? (u32)(before - 1) : count;
 }
 
+// Waits until the post before has read what it gives; where that takes long, for its end.
+DEVICE void await_read(const u64* words, u64 took) {
+  for (int polls = 0; word(words, READ) < took; ++polls)
+    if (polls == POLLS) return await_launch();
+}
+
+// Waits until all posts before have ended, for which no take had to wait that began beside one. They wait for nobody.
+DEVICE void await_posts(u64* words, u64 took) {
+  const u64 began = nanoseconds();
+  while (load_acquire(words + DONE) + 1 < took)
+    if (nanoseconds() - began > LONGEST_POST) return note_end(words, LOST);
+}
+
 // Takes the rows of a step of `layer` into a room of `padded` rows; those that are none are not valid.
 //
 // The room still holds what another caller's step left there, and the caller may write its lines anew at any time, so
@@ -296,11 +340,13 @@ DEVICE u32 agree(u64* words, u32 count) {
 // launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
 //
 // Where it follows a post of another stage (`early`) it begins beside that: all before the post is over then, so that
-// nobody reads the room any more. What the post reads or writes itself (TAKEN, AGREED) waits for its end.
+// nobody reads the room any more. What the post reads or writes itself (TAKEN, AGREED) waits for its end, or where one
+// block takes all, until the post has read all that it gives: the kernels behind this one run while it is on its way.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   if (!args.early) await_launch();
-  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), least = words[LEAST];
+  const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage)), least = word(words, LEAST);
+  const u64 took = word(words, TOOK);
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
   __shared__ u32 rows;
@@ -310,7 +356,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   bool began = false;
   if (threadIdx.x == 0) {
     rows = 0;
-    began = !*(volatile u64*)(words + ENDED) && (args.awaited || await_tag(lines, tag, words, LATE));
+    began = !word(words, ENDED) && (args.awaited || await_tag(lines, tag, words, LATE));
     layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
     count_there = load_relaxed(&lines->count);
   }
@@ -352,8 +398,10 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   }
   if (block == 0)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
-  if (args.early && !agreed) await_launch();
-  if (block == 0 && threadIdx.x == 0) words[TAKEN] = count;
+  if (block || threadIdx.x) return;
+  if (args.early && !agreed) await_read(words, took);
+  words[TAKEN] = count;
+  words[TOOK] = took + 1;
 }
 
 // Whether a member is waited for no more whose sums the answer should have. Each of the first 64 threads looks at a place.
@@ -362,32 +410,63 @@ DEVICE bool lacks_sums(const PostArguments& args) {
   return args.living && place < 64 && (args.places >> place & 1) && !args.living[place];
 }
 
-// Adds the rows that each slot's expert computed in this step to what it did before. By one block.
-DEVICE void tally(const PostArguments& args) {
-  for (int slot = threadIdx.x; slot < args.slots; slot += blockDim.x) args.totals[slot] += args.counts[slot];
+// Adds the rows that each slot's expert computed in this step to what it did before. By one block. The first of each
+// thread are asked for when this is made.
+struct Tally {
+  u64 sum;
+
+  DEVICE Tally(const PostArguments& args) : sum(of(args, threadIdx.x)) {}
+
+  static DEVICE u64 of(const PostArguments& args, int slot) {
+    return slot < args.slots ? args.totals[slot] + args.counts[slot] : 0;
+  }
+
+  DEVICE void store(const PostArguments& args) {
+    for (int slot = threadIdx.x; slot < args.slots; slot += blockDim.x, sum = of(args, slot)) args.totals[slot] = sum;
+  }
+};
+
+DEVICE void note_read(u64* words, u64 took) { *(volatile u64*)(words + READ) = took; }
+
+DEVICE void note_post(u64* words, u64 took) {
+  note_read(words, took);
+  store_release(words + DONE, took);
 }
 
 // Gives the answer of the step that was taken last to its caller, and counts the step and its rows.
+//
+// READ says that whatever is launched behind it may write what it reads, DONE that it is over; both by how many steps
+// were taken (TOOK), since a take that begins beside a post may end before it.
 extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args) {
   u64* words = args.state;
   await_launch();
+  Tally counted(args);
   if (args.living && __syncthreads_or(lacks_sums(args))) {
     if (threadIdx.x == 0) note_end(words, LOST);
     __syncthreads();
   }
+  const u64 took = word(words, TOOK);
   __shared__ u64 seen;  // once for all threads: another block may end the pass meanwhile
-  if (threadIdx.x == 0) seen = *(volatile u64*)(words + ENDED);
-  const u64 number = words[NUMBER], steps = words[STEPS + args.stage];
-  const u32 count = (u32)words[TAKEN], epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
+  if (threadIdx.x == 0) {
+    u64 ended = word(words, ENDED);
+    if (word(words, DONE) + 1 < took) {
+      await_posts(words, took);
+      ended = word(words, ENDED);
+    }
+    seen = ended;
+  }
+  const u64 number = words[NUMBER];
+  const u32 count = (u32)word(words, TAKEN), epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
   u8* answers = (u8*)words[ANSWERS];
-  const u64 tag = tag_of(number, steps);
   __syncthreads();
-  const u64 ended = seen;
+  const u64 ended = seen, steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   begin_next();  // a take, which may end the pass: whether it had ended is known here
   if (blockIdx.x == 0 && threadIdx.x == 0) words[AGREED] = 0;  // of the next step
+  if (blockIdx.x == 0) counted.store(args);
   if (ended == MISFIT) {
-    if (blockIdx.x == 0) tally(args);
+    if (blockIdx.x == 0) __syncthreads();
+    if (blockIdx.x == 0 && threadIdx.x == 0) note_post(words, took);
     return;
   }
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
@@ -395,6 +474,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
       copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
     __syncthreads();  // the release below is of what all threads of the block have written
     if (threadIdx.x) continue;
+    if (gridDim.x == 1) note_read(words, took);
     Line* line = (Line*)(answers + args.lines_at) + block;
     store_relaxed(&line->count, count);
     store_relaxed(&line->first, (u32)ended);
@@ -402,9 +482,8 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
     store_relaxed(&line->third, version);
     store_release(&line->tag, tag);
   }
-  if (blockIdx.x == 0) tally(args);
   __syncthreads();
-  if (threadIdx.x == 0) count_step(words, args.stage, steps);
+  if (threadIdx.x == 0 && count_step(words, args.stage, steps)) note_post(words, took);
 }
 
 // -- both ---------------------------------------------------------------------------------------------------
@@ -422,13 +501,13 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   if (!args.early) await_launch();
-  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage));
   const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
   __shared__ int blocks;
   u64 agreed = 0;
   if (threadIdx.x == 0) {
     blocks = 0;
-    if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, args.late)) {
+    if (!word(words, ENDED) && await_tag(lines, tag, words, args.late)) {
       const u32 count = load_relaxed(&lines->count);
       agreed = (u64)count + 1;
       blocks = blocks_of(count, args.row_words, args.blocks);
