@@ -1,7 +1,7 @@
 """Members and the head are lost, ranks come and go: how long do callers wait, does any call fail?
 
     python -m bench.service.serve_on [--show members] [--show head] [--show scale] [--show cost]
-        [--launcher local ray] [--redundant 0 24 64] [--shadows off on] [--cold]
+        [--launcher local ray] [--redundant 0 24 64] [--shadows off on] [--cold] [--spares 0]
         [--events kill=5,stop=5,double=0] [--seed 0] [--from 0] [--outcomes FILE] [--merge FILE ...]
 
 `moeserve serve` runs 4 members with 300 MB of experts each, on a CPU. One client makes one call at a time;
@@ -45,7 +45,7 @@ def setups(args: argparse.Namespace) -> list[Setup]:
     """Every combination that is asked for."""
     shadows = [text == "on" for text in args.shadows]
     found = itertools.product(args.launcher, args.redundant, shadows)
-    return [Setup(launcher, slots, shadow, args.cold) for launcher, slots, shadow in found]
+    return [Setup(launcher, slots, shadow, args.cold, args.spares) for launcher, slots, shadow in found]
 
 
 def run_members(run: Run) -> tuple[list[Result], list[str]]:
@@ -94,6 +94,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--redundant", type=int, nargs="+", default=[0, 24, 64], help="slots beside 64")
     parser.add_argument("--shadows", choices=("off", "on"), nargs="+", default=["off"])
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint from the page cache first")
+    parser.add_argument("--spares", type=int, default=0, help="cluster.spares, of Ray")
     parser.add_argument("--events", type=kinds_of, default="kill=5,stop=5,double=0", help="of each setup")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--megabytes", type=float, default=300.0, help="of experts on each member")

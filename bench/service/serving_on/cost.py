@@ -1,7 +1,8 @@
 """What all of it costs while nothing happens: two services, on and off, are asked in turn.
 
 A call takes a tenth more or less from one second to the next, of either service alike, so that both are asked
-some calls each by one client: a window's ratio is of calls that lie between one another.
+some calls each by one client; and some hundredths from one start of a service to the next, for as long as it
+runs, so that one start says little.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from contextlib import ExitStack
 
 from bench.lib.record import Result
 from bench.service.faults.callers import BOUND, Call
@@ -16,7 +18,7 @@ from bench.service.serving_on.events import Setup
 from bench.service.serving_on.run import SWITCHES, Run
 from moeserve.proto.client import MoeClient
 
-WINDOW_SECONDS = 8.0
+WINDOW_SECONDS, SETTLE_SECONDS = 8.0, 2.0
 TURN_CALLS, FIRST_CALLS = 16, 2  # to one service before the other has its turn; the first do not count
 PATIENCE_SECONDS = 60.0  # of a call
 DRAWS = 4000  # of the pairs with replacement, for the interval
@@ -24,25 +26,24 @@ AIM = 1.03  # on a CPU
 
 
 def cost(run: Run, setup: Setup) -> tuple[list[Result], list[str]]:
-    """`--pairs` windows, in each of which both services are asked; on over off, by the median call."""
+    """`--pairs` pairs of services, in a window of which both are asked; on over off, by the median call."""
     off = {key.replace(".", "__"): value for key, value in SWITCHES.items()}
     named = ", ".join(SWITCHES)
     ratios, medians, wrong = [], {True: list[float](), False: list[float]()}, list[str]()
-    with (
-        run.service(setup) as one,
-        run.service(setup, **off) as other,
-        MoeClient(one.address, timeout=PATIENCE_SECONDS) as asking_one,
-        MoeClient(other.address, timeout=PATIENCE_SECONDS) as asking_other,
-    ):
-        clients = {True: asking_one, False: asking_other}
-        _window(clients, run.calls, 0.0, wrong)
-        for pair in range(run.args.pairs):
+    for pair in range(run.args.pairs):
+        clients = dict[bool, MoeClient]()
+        with ExitStack() as stack:
+            for on in (True, False) if pair % 2 else (False, True):
+                service = stack.enter_context(run.service(setup, **({} if on else off)))
+                client = MoeClient(service.address, timeout=PATIENCE_SECONDS)
+                clients[on] = stack.enter_context(client)
+            _window(clients, run.calls, SETTLE_SECONDS, wrong)
             took = _window(clients, run.calls, WINDOW_SECONDS, wrong)
-            for on, seconds in took.items():
-                medians[on].append(statistics.median(seconds))
-            ratios.append(medians[True][-1] / medians[False][-1])
-            ms = {on: found[-1] * 1e3 for on, found in medians.items()}
-            print(f"pair {pair}: {ms[True]:.3f} ms on, {ms[False]:.3f} ms off", flush=True)
+        for on, seconds in took.items():
+            medians[on].append(statistics.median(seconds))
+        ratios.append(medians[True][-1] / medians[False][-1])
+        ms = {on: found[-1] * 1e3 for on, found in medians.items()}
+        print(f"pair {pair}: {ms[True]:.3f} ms on, {ms[False]:.3f} ms off", flush=True)
     low, high = interval(ratios, run.args.seed)
     middle = statistics.median(ratios)
     print(f"on over off ({named}), median of {len(ratios)} pairs: {middle:.4f} ({low:.4f} to {high:.4f})")

@@ -23,10 +23,12 @@ class Setup:
     redundant: int = 0  # slots beside one for every expert
     shadows: bool = False
     cold: bool = False  # the checkpoint is dropped from the page cache before each event
+    spares: int = 0  # actors under Ray that a lost member's heir begins in
 
     def __str__(self) -> str:
         words = [self.launcher, f"64+{self.redundant} slots", "shadows" if self.shadows else "no shadows"]
-        return ", ".join([*words, *(["cold disk"] if self.cold else [])])
+        words += ["cold disk"] if self.cold else []
+        return ", ".join(words + ([f"spares {self.spares}"] if self.spares else []))
 
 
 @dataclass(frozen=True)

@@ -106,15 +106,22 @@ def rightly(answers: list[RawAnswer]) -> int:
 
 
 def wait_ready(run: Run, setup: Setup, service: Service, event: Event) -> str:
-    """Waits until shadows are there, or second replicas of all experts, where the setup is to have them; says
-    where the experts of the members are.
+    """Waits until shadows are there, or second replicas of all experts, and spares are warm, where the setup
+    is to have them; says where the experts of the members are.
     """
     until, found = time.monotonic() + READY_SECONDS, covered(service, event.ranks)
     comes = run.args.wait_shadows and (setup.shadows or setup.redundant >= EXPERTS)
     while comes and "disk" in found and time.monotonic() < until:
         time.sleep(0.2)
         found = covered(service, event.ranks)
+    while _warm(service.log()) < setup.spares and time.monotonic() < until:
+        time.sleep(0.2)
     return found
+
+
+def _warm(log: str) -> int:
+    """How many spares are warm, by what a service has logged."""
+    return log.count("a spare is warm") - log.count("starts in a spare")
 
 
 def strike(event: Event, victims: list[int]) -> float:

@@ -64,6 +64,7 @@ class Run:
             "step.lane_rows": 64,
             "cluster.launcher": setup.launcher,
             "cluster.threads_per_rank": 1,
+            "cluster.spares": setup.spares,
             "cluster.cpus_per_rank": 0.1,
             "members.serve_on": True,
             "balance.cover_owners": int(setup.redundant > 0),

@@ -47,9 +47,9 @@ class Made:
     def warm(self, count: int) -> None:
         """Has so many become warm, one after another."""
         for _ in range(count):
-            self.spares.keep()
+            self.spares.keep(whole=True)
             self.actors[-1].ready = True
-        self.spares.keep()
+        self.spares.keep(whole=True)
 
 
 @pytest.fixture(autouse=True)
@@ -72,14 +72,14 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 def test_none_is_made_where_none_is_wanted() -> None:
     made = Made(0)
-    made.spares.keep()
+    made.spares.keep(whole=True)
     assert made.actors == [] and made.spares.pids() == []
 
 
 def test_they_are_made_one_after_another_over_the_bundles() -> None:
     made = Made(3)
-    made.spares.keep()
-    made.spares.keep()
+    made.spares.keep(whole=True)
+    made.spares.keep(whole=True)
     assert [one.bundle for one in made.actors] == [0], "the first one is not warm yet"
     assert made.spares.pids() == []
     made.warm(3)
@@ -97,21 +97,43 @@ def test_one_of_the_node_is_taken_once_and_another_is_made() -> None:
     assert made.spares.pids() == [100, 102] and made.killed == []
 
 
+def test_another_is_made_when_all_serve_again_or_that_takes_long(fake_ray: dict[str, float]) -> None:
+    made = Made(1)
+    made.spares.keep(whole=False)
+    assert len(made.actors) == 1, "none was taken yet"
+    made.actors[0].ready = True
+    made.spares.keep(whole=True)
+    fake_ray["now"] = 5.0
+    assert made.spares.take("node 0") is not None
+    made.spares.keep(whole=False)
+    fake_ray["now"] = 5.0 + ray_spares.REST_SECONDS - 0.1
+    made.spares.keep(whole=False)
+    assert len(made.actors) == 1
+    made.spares.keep(whole=True)
+    assert len(made.actors) == 2
+    made.actors[1].ready = True
+    made.spares.keep(whole=False)
+    assert made.spares.take("node 1") is not None
+    fake_ray["now"] += ray_spares.REST_SECONDS
+    made.spares.keep(whole=False)
+    assert len(made.actors) == 3
+
+
 def test_one_that_is_not_warm_is_not_taken() -> None:
     made = Made(1)
-    made.spares.keep()
+    made.spares.keep(whole=True)
     assert made.spares.take("node 0") is None
 
 
 @pytest.mark.parametrize("how", ["late", "failed"])
 def test_one_that_does_not_become_warm_is_ended(fake_ray: dict[str, float], how: str) -> None:
     made = Made(1)
-    made.spares.keep()
+    made.spares.keep(whole=True)
     if how == "late":
         fake_ray["now"] = 30.1
     else:
         made.actors[0].ready = made.actors[0].failed = True
-    made.spares.keep()
+    made.spares.keep(whole=True)
     assert made.killed == [(made.actors[0], None)] and len(made.actors) == 2
 
 

@@ -201,8 +201,9 @@ class RankActors:
         self._tell_living()  # the head waits for that, and not for their heirs
         self._start_due()
         self._tell_living()
-        if self._head.state()[0] == "serving" and not self._stopping.is_set():
-            self._spares.keep()
+        state, lacks = self._head.state()
+        if state == "serving" and not self._stopping.is_set():
+            self._spares.keep(whole=not lacks)
 
     def _start_due(self) -> None:
         """Starts ranks that have ended and whose pause is over, in a spare where one is near."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from ray.exceptions import RayError
 from moeserve.runtime.launch.on_ray.ray_rank import Placed
 
 log = logging.getLogger(__name__)
+
+REST_SECONDS = 30.0
+"""After a spare has taken a seat, in which none is created unless all members serve: the one that comes back
+loads and joins, and imports would take the cores that it and the others need.
+"""
 
 
 @dataclass(eq=False)
@@ -47,22 +53,25 @@ class Spares:
         self._create, self._kill = create, kill
         self._spares: list[Spare] = []
         self._made = 0
+        self._taken_at = -math.inf
 
     def pids(self, node: str = "") -> list[int]:
         """The processes of those that are warm, of one node or of all."""
         places = [spare.place for spare in self._spares if spare.place is not None]
         return [place.pid for place in places if not node or place.node == node]
 
-    def keep(self) -> None:
+    def keep(self, *, whole: bool) -> None:
         """Notes which have become warm, ends those that do not, and creates the next one that is missing.
 
-        One at a time: their imports take the cores that ranks serve with.
+        One at a time: their imports take the cores that ranks serve with. whole: whether all members serve.
         """
         for spare in list(self._spares):
             if spare.place is None and (why := self._why_not(spare)):
                 log.warning("a spare is ended: %s", why)
                 self._drop(spare)
-        if len(self._spares) < self._wanted and all(spare.place is not None for spare in self._spares):
+        rests = not whole and time.monotonic() - self._taken_at < REST_SECONDS
+        warming = any(spare.place is None for spare in self._spares)
+        if len(self._spares) < self._wanted and not warming and not rests:
             handle = self._create(self._made % self._bundles)
             self._made += 1
             now = time.monotonic()
@@ -73,6 +82,7 @@ class Spares:
         for spare in self._spares:
             if spare.place is not None and spare.place.node == node:
                 self._spares.remove(spare)
+                self._taken_at = time.monotonic()
                 return spare
         return None
 
