@@ -250,10 +250,11 @@ extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments arg
   u64* words = args.table;
   const int block = blockIdx.x, blocks = gridDim.x;
   const u64 number = words[NUMBER], steps = words[STEPS + args.stage], mirror = words[MIRROR];
+  const u64 ended = words[ENDED];  // for all threads alike: what begins now may end the pass
   u8* box = (u8*)words[MAILBOX];
   begin_next();
   Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
-  if (words[ENDED]) return;
+  if (ended) return;
   send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
   routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
   __syncthreads();  // the release below is of what all threads of the block have written
@@ -488,8 +489,11 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
 
 // -- both ---------------------------------------------------------------------------------------------------
 
-// Copies a lane's words, also to its host where that is to know them.
+// Copies a lane's words, also to its host where that is to know them. Where a launch has failed behind a take, the post
+// before that may not be over, which writes to those that are copied over.
 extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments args) {
+  if (threadIdx.x == 0) await_posts(args.to, word(args.to, TOOK));
+  __syncthreads();
   const u64 word = args.from[threadIdx.x];
   args.to[threadIdx.x] = word;
   if (args.host) ((volatile u64*)args.host)[threadIdx.x] = word;
