@@ -114,7 +114,9 @@ def wait_ready(run: Run, setup: Setup, service: Service, event: Event) -> str:
     while comes and "disk" in found and time.monotonic() < until:
         time.sleep(0.2)
         found = covered(service, event.ranks)
-    while _warm(service.log()) < setup.spares and time.monotonic() < until:
+    while _warm(service.log()) < setup.spares:
+        if time.monotonic() > until:
+            raise SystemExit(f"{setup}: {setup.spares} spares are not warm within {READY_SECONDS:g} s")
         time.sleep(0.2)
     return found
 
