@@ -117,6 +117,11 @@ def house() -> House:
 DONE = {"kind": "done", "generation": GENERATION, "step": 100}
 
 
+def test_runs_are_recorded_in_the_graphs_that_are_given_though_these_are_empty() -> None:
+    given = RunGraphs(most_steps=2)
+    assert GroupRuns(Rank(), lambda act: None, given).graphs is given  # type: ignore[arg-type]
+
+
 def test_a_run_of_this_member_takes_its_rows(house: House) -> None:
     house.ask()
     house.order()

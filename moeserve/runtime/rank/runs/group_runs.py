@@ -85,7 +85,7 @@ class GroupRuns:
         self.launch: Callable[[Run, tuple[int, int], int], Flight] = _nothing_launches  # a lane's own run
         self.flies: Act = lambda: None  # something was launched
         self.over: Callable[[Act], None] = lambda tell: tell()  # it has ended, and whose it was is told
-        self.graphs = graphs or RunGraphs()
+        self.graphs = RunGraphs() if graphs is None else graphs
         self._blank = BlankRuns(rank, self.graphs)
         self._lock = threading.Lock()
         self._live = 0  # the generation in which runs are asked for; 0: none

@@ -128,7 +128,7 @@ class PassRuns:
         self._now = words(self._device)  # the state of the lane whose run it is
         self._rooms = Rooms(self._device)
         self._kernels: dict[MailLayout, OwnerKernels] = {}
-        self._graphs = graphs or RunGraphs()
+        self._graphs = RunGraphs() if graphs is None else graphs
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
         self._lanes = Counter[MailLayout]()
         self._told = deque[tuple[torch.cuda.Event, Tensor]]()  # host memory that a kernel is yet to write
