@@ -66,3 +66,22 @@ def test_the_host_and_torch_hash_alike(copies: int) -> None:
     wanted = book._hashed(0, torch.where(known, ids, 0).long(), known)
     found = book.resolve(0, ids, valid)
     assert found.dtype == torch.int32 and torch.equal(found, wanted)
+
+
+def test_few_rows_of_a_lane_come_to_one_replica_and_other_lanes_rows_to_the_others() -> None:
+    slots = np.tile(np.arange(6, dtype=np.int32), 3)[None]
+    books = [AddressBook(Placement(slots, 3, 6), lane=lane) for lane in range(3)]
+    ids = torch.randint(0, 6, (16, 3), generator=torch.Generator().manual_seed(0)).int()  # 8 of each expert
+    valid = torch.ones(16, dtype=torch.bool)
+    by_lane = [book.resolve(0, ids, valid) for book in books]
+    for found in by_lane:
+        assert [len(set(found[ids == expert].tolist())) for expert in range(6)] == [1] * 6
+    together = torch.stack(by_lane)[:, ids == 2]
+    assert sorted(together[:, 0].tolist()) == [2, 8, 14], "lanes share the replicas of an expert"
+
+
+def test_many_rows_of_an_expert_are_divided_among_its_replicas() -> None:
+    book = AddressBook(Placement(np.tile(np.arange(6, dtype=np.int32), 3)[None], 3, 6))
+    ids = torch.full((48, 1), 4, dtype=torch.int32)
+    counts = torch.bincount(book.resolve(0, ids.repeat(3, 1), torch.ones(144, dtype=torch.bool)).flatten().long())
+    assert counts[[4, 10, 16]].tolist() == [48, 48, 48]

@@ -11,7 +11,10 @@ from moeserve.experts.placement import EMPTY, Placement
 from moeserve.experts.routing.device_splitter import DeviceSplitter, splitter_on
 from moeserve.experts.routing.replicas import Size, Splitter, choice_named
 
-_KNUTH = 2654435769  # 2^32 / golden ratio: consecutive tokens spread over replicas
+_READ_ONCE = 8
+"""Rows of one expert that come to the same replica, where a batch chooses experts evenly. A step of few rows takes
+as long as the weights take that it reads, and rows at another replica have them read once more.
+"""
 
 
 class AddressBook:
@@ -31,6 +34,7 @@ class AddressBook:
         size = Size(layers, placement.experts, slots, placement.owners)
         entry = choice_named(choice)
         split, self._least_rows = entry.split, entry.least_rows
+        self._lane = lane
         lane %= placement.owners
         self._splitter = None if split is None else Splitter(size, split, lane, device)
         self._on_device = splitter_on(device, size, split, lane)
@@ -73,8 +77,8 @@ class AddressBook:
 
         `experts [T, K]` int, EMPTY for none; `valid [T]` bool, False for padding rows. Returns `[T, K]`
         int32, EMPTY where the id is out of range or the row is not valid. The same batch gives the same
-        slots. By `hash` the row's index picks the replica, so all K of a row agree on it; the other choices
-        split the batch's rows.
+        slots. By `hash` the lane, the expert and the row's index pick the replica, the same one for rows that
+        lie together; the other choices split the batch's rows.
         """
         on_device = self.on_device(experts.shape)
         if on_device is not None:
@@ -89,11 +93,11 @@ class AddressBook:
         return self._hashed(layer, torch.where(known, wanted, 0), known)
 
     def _hashed(self, layer: int, safe: Tensor, known: Tensor) -> Tensor:
-        """The slots of experts `safe [T, K]` by the row's index, EMPTY where the id is not `known [T, K]`."""
+        """The slots of experts `safe [T, K]` by lane, expert and row, EMPTY where the id is not `known [T, K]`."""
         copies = self._copies[layer][safe]
         row = torch.arange(safe.shape[0], device=safe.device)[:, None]
-        replica = (row * _KNUTH & 0xFFFFFFFF) % copies
-        slots = self._replicas[layer][safe, replica]
+        turn = torch.div(row, self._together(safe.shape[1]), rounding_mode="floor") + self._lane
+        slots = self._replicas[layer][safe, (turn + safe) % copies]
         return torch.where(known, slots, EMPTY)
 
     def _hashed_on_host(self, layer: int, experts: Tensor, valid: Tensor) -> Tensor:
@@ -106,5 +110,10 @@ class AddressBook:
             found = table[safe, 0]
         else:
             row = np.arange(len(ids), dtype=np.int64)[:, None]
-            found = table[safe, (row * _KNUTH & 0xFFFFFFFF) % self._copies.numpy()[layer][safe]]
+            turn = row // self._together(ids.shape[1]) + self._lane
+            found = table[safe, (turn + safe) % self._copies.numpy()[layer][safe]]
         return torch.from_numpy(np.where(known, found, np.int32(EMPTY)))
+
+    def _together(self, chosen: int) -> int:
+        """Rows of a batch that agree on replicas, where each chooses so many experts."""
+        return max(1, _READ_ONCE * self.experts // max(1, chosen))

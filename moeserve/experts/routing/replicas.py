@@ -119,7 +119,7 @@ def _levelled(crowd: Crowd, split: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ReplicaChoice:
-    """One way to pick replicas. A hash of the row's index picks without a `split`, or in smaller batches."""
+    """One way to pick replicas. Lane, expert and row pick without a `split`, or in smaller batches."""
 
     name: str
     about: str
@@ -130,7 +130,7 @@ class ReplicaChoice:
 REPLICA_CHOICES: dict[str, ReplicaChoice] = {
     entry.name: entry
     for entry in (
-        ReplicaChoice("hash", "by the row's index, whatever the batch holds"),
+        ReplicaChoice("hash", "by lane, expert and row, the same for rows that lie together, so that weights are read once"),
         ReplicaChoice("waterfill", "one pass over replicated experts, the fullest first", waterfill),
         ReplicaChoice(
             "lp", "the emptiest fullest rank, by a transport step on the batch's counts", transport
