@@ -139,7 +139,7 @@ def test_the_text_counts_as_the_host_does() -> None:
     }
     assert (kernels.LATE, kernels.LOST) == (Status.LATE, Status.LOST)
     assert kernels.MISFIT not in set(Status) and kernels.ABORT not in (0, kernels.YIELD)
-    assert f"#define SHARE {SHARE_WORDS} " in TEXT
+    assert f"#define SHARE {SHARE_WORDS} " in TEXT and f"#define LANE_WORDS {WORDS} " in TEXT
     line = re.search(r"struct __align__\(32\) Line \{(.*?)\};", TEXT, re.DOTALL)
     assert line is not None and "of answers: status, epoch, version" in line[1]
     places, at = {}, 0

@@ -88,6 +88,7 @@ POST = Arguments(
     counts="const int*?",
     totals="u64*?",
     slots="int",
+    last="int",
     lines_at="u64",
     rows_at="u64",
     stage="int",
@@ -164,17 +165,18 @@ def words(device: torch.device) -> Tensor:
 
 
 class Words:
-    """Copies the words of lanes on the current device, one at a time and in the order of its stream."""
+    """Begins runs on the current device, one at a time and in the order of its stream."""
 
     def __init__(self) -> None:
         self._copy = program().function("mail_words", COPY)
 
-    def copy(self, source: Tensor, to: Tensor, host: Tensor | None = None) -> None:
-        """From a state to another. host: pinned, which gets them too: by an event that is recorded behind it
-        they are there, and no engine has to be waited for.
+    def begin(self, state: Tensor, now: Tensor, host: Tensor) -> None:
+        """A run of the lane that has this state: `now` is what its kernels read. host: int64 `[WORDS]`, pinned.
+
+        Behind the `post` that is its last one, the state and `host` have the words as the run has left them: by
+        an event that is recorded then they are there, and no engine has to be waited for.
         """
-        told = 0 if host is None else host.data_ptr()
-        self._copy.launch(1, WORDS, {"from": source, "to": to, "host": told})
+        self._copy.launch(1, WORDS, {"from": state, "to": now, "host": host.data_ptr()})
 
 
 class CallerKernels:
@@ -253,10 +255,17 @@ class OwnerKernels:
         self._take.launch(blocks, THREADS, rows | more | {"valid": valid} | begins, overlapped=self._overlaps)
 
     def post(
-        self, stage: int, answer: Tensor, tally: Tally | None = None, living: Living | None = None
+        self,
+        stage: int,
+        answer: Tensor,
+        tally: Tally | None = None,
+        living: Living | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory; where a member
         was given up whose sums it should have, the pass ends as lost instead. tally: counted behind that.
+        last: of a run that `Words` has begun.
         """
         lines, rows = self._layout.answer(stage)
         self._post.launch(
@@ -269,6 +278,7 @@ class OwnerKernels:
                 "counts": None if tally is None else tally.counts,
                 "totals": None if tally is None else tally.totals,
                 "slots": 0 if tally is None else len(tally.counts),
+                "last": int(last),
                 "blocks": self._layout.blocks,
                 "lines_at": lines,
                 "rows_at": rows,

@@ -43,7 +43,8 @@ class Word(IntEnum):
     PATIENCE = 3  # nanoseconds that a kernel waits
     ENDED = 4  # how the pass has ended, a status; 0 while it runs
     ABORT = 5  # address of a word of the host's: not 0 ends all waits; 0: there is none
-    MIRROR = 6  # of a table: address of the host's mailbox, which the owner's host reads; 0: there is none
+    MIRROR = 6  # address of host memory that the owner's host reads; of a table: its mailbox, 0: there is none;
+    # of a state: where its words are told when a run has ended
     TAKEN = 7  # of a state: rows of the step that was taken last
     EPOCH = 8  # of a state: of the answers
     VERSION = 9  # of a state: of the weights
@@ -52,6 +53,7 @@ class Word(IntEnum):
     TOOK = 12  # of a state: steps that were taken
     READ = 13  # of a state: those of them that were read to be posted
     DONE = 14  # of a state: those of them that were posted
+    OWN = 15  # address of a lane's own state, to which a run that has ended brings its words back
 
 
 @dataclass(frozen=True)

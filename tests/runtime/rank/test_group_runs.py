@@ -271,6 +271,7 @@ class Own:
     def __init__(self, members: Members) -> None:
         self.queued: list[tuple[object, ...]] = []
         self.early: list[bool] = []  # of each take
+        self.last: list[bool] = []  # of each post
         self.expected: list[tuple[object, ...]] = []
         self.epoch, self.member = SimpleNamespace(members=members), members.at(0)
         made = self.runs = PassRuns.__new__(PassRuns)  # whose first act is to load kernels
@@ -289,8 +290,9 @@ class Own:
         self.queued.append(("take", layer, stage))
         self.early.append(early)
 
-    def post(self, stage: int, answer: object, tally: object, living: object) -> None:
+    def post(self, stage: int, answer: object, tally: object, living: object, *, last: bool) -> None:
         self.queued.append(("post", stage, living, tally))
+        self.last.append(last)
 
     def living(self, layer: int, rows: int) -> str:
         return f"of layer {layer}"
@@ -330,6 +332,14 @@ def test_rows_are_taken_beside_the_answer_of_another_stage_and_behind_that_of_th
     own = Own(MEMBERS)
     own.work((3, 0), (3, 1), (5, 1), (5, 0), number=100)
     assert own.early == [False, True, False, True]
+    assert own.last == [False, False, False, True], "one brings the words of the run back"
+
+
+def test_the_steps_alone_of_a_longer_run_that_are_launched_bring_its_words_back() -> None:
+    own = Own(Members((Member(0, lane=0, owner=0),), 1, 1))
+    own.runs._graphs = RunGraphs(0)
+    own.work((3, 0), (5, 0), (3, 0), (5, 0), number=0)
+    assert own.last == [False, True] and len(own.last) == FEW_STEPS
 
 
 class Carries:

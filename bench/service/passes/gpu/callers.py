@@ -6,6 +6,7 @@ Both are on one GPU, so that their attention is time alone: a kernel of one thre
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -18,11 +19,13 @@ from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.steps import batches, check
 from bench.service.passes.gpu.through_service import HOME, Opened
+from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
 from moeserve.torch.ways import Rows
 
 DEPTH = 58
 SMALL, BIG = 4, 512  # rows
 ATTENTION = (0.0, 300.0)  # microseconds of both
+BIG_PASSES = 4  # of the big caller alone
 AHEAD = 3  # passes of the big caller that are queued when the small one begins one
 LEAD = 10_000.0  # microseconds, in which a host launches a pass, also one whose other threads are busy
 SPUN = 1_000_000  # cycles that are timed
@@ -126,6 +129,8 @@ def compared(
                 print(json.dumps({"left out, its time is over": f"callers, attention {attention:g} us"}))
                 continue
             alone = microseconds(small, spin, passes)
+            time.sleep(2 * COMPANY_SECONDS)  # until then each of its steps would be launched by itself
+            other = microseconds(big, spin, BIG_PASSES)
             beside = microseconds(small, spin, passes, Big(big, spin))
             with opened.quiet():
                 quiet = microseconds(small, spin, passes, Big(big, spin))
@@ -133,15 +138,20 @@ def compared(
                 side.way.check()
                 right = [one.to(HOME) for one in steps[rows].right]
                 check(f"callers, {rows} rows", (0, 0), side.answers, right)
-            results.append(_told(attention, alone, beside, quiet, steps))
+            results.append(_told(attention, alone, (beside, other, quiet), steps))
         for side in (small, big):
             side.way.close()
     return results
 
 
 def _told(
-    attention: float, alone: list[float], beside: list[float], quiet: list[float], steps: dict[int, Alone]
+    attention: float,
+    alone: list[float],
+    others: tuple[list[float], list[float], list[float]],
+    steps: dict[int, Alone],
 ) -> Result:
+    """others: steps beside the big caller, the big caller's alone, and those beside it with no rebalances."""
+    beside, big_alone, quiet = others
     p50, p99 = float(np.median(alone)), float(np.percentile(beside, 99))
     peers = {
         "alone p50": p50,
@@ -149,7 +159,9 @@ def _told(
         "p99, no rebalances": float(np.percentile(quiet, 99)),
         "p50 of first steps": float(np.median(beside[::DEPTH])),  # of a pass
         "p99 of others": float(np.percentile([t for at, t in enumerate(beside) if at % DEPTH], 99)),
+        "p90": float(np.percentile(beside, 90)),
         "longest": max(beside),
+        "big alone p50": float(np.median(big_alone)),
         "passes": len(beside) / DEPTH,
         "big step": steps[BIG].microseconds,
         "small step": steps[SMALL].microseconds,

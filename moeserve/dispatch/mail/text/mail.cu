@@ -16,13 +16,14 @@ struct __align__(32) Line {
 };
 
 // Words of a caller's table, and of an owner's state of a lane. Steps and tickets: one word a stage.
-enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, AGREED, LEAST, TOOK, READ, DONE, STEPS = 16, TICKETS = 24 };
+enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, AGREED, LEAST, TOOK, READ, DONE, OWN, STEPS = 16, TICKETS = 24 };
 enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
 enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
 enum { YIELD = 2 };  // of the host's word: others want the device, and what waits is launched anew
 enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
 
 #define WARP 32
+#define LANE_WORDS 32 // of a table, or a state
 #define SHARE 896    // 16-byte words of rows for which a block more pays
 #define POLLS 64     // of a tag, between two looks at the host's word, which is read over PCIe
 #define LONGEST_POST 1000000000  // nanoseconds
@@ -163,6 +164,7 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
 // them calls this.
 DEVICE bool count_step(u64* words, int stage, u64 steps) {
   if (gridDim.x > 1) {
+    __threadfence();  // whoever counts last may copy all words
     if (atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return false;
     words[TICKETS + stage] = 0;
   }
@@ -434,7 +436,16 @@ DEVICE void note_post(u64* words, u64 took) {
   store_release(words + DONE, took);
 }
 
-// Gives the answer of the step that was taken last to its caller, and counts the step and its rows.
+// Brings the words of a run that has ended to its lane's own state and to the host, by one block.
+DEVICE void bring_back(const u64* words) {
+  if (threadIdx.x >= LANE_WORDS) return;
+  const u64 value = word(words, threadIdx.x);
+  ((u64*)word(words, OWN))[threadIdx.x] = value;
+  ((volatile u64*)word(words, MIRROR))[threadIdx.x] = value;
+}
+
+// Gives the answer of the step that was taken last to its caller, and counts the step and its rows. Behind the last step of
+// a run it brings the words back.
 //
 // READ says that whatever is launched behind it may write what it reads, DONE that it is over; both by how many steps
 // were taken (TOOK), since a take that begins beside a post may end before it.
@@ -466,8 +477,11 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   if (blockIdx.x == 0 && threadIdx.x == 0) words[AGREED] = 0;  // of the next step
   if (blockIdx.x == 0) counted.store(args);
   if (ended == MISFIT) {
-    if (blockIdx.x == 0) __syncthreads();
-    if (blockIdx.x == 0 && threadIdx.x == 0) note_post(words, took);
+    if (blockIdx.x) return;
+    __syncthreads();
+    if (threadIdx.x == 0) note_post(words, took);
+    __syncthreads();
+    if (args.last) bring_back(words);
     return;
   }
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
@@ -484,19 +498,20 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
     store_release(&line->tag, tag);
   }
   __syncthreads();
-  if (threadIdx.x == 0 && count_step(words, args.stage, steps)) note_post(words, took);
+  bool counted_last = false;
+  if (threadIdx.x == 0 && (counted_last = count_step(words, args.stage, steps))) note_post(words, took);
+  if (args.last && __syncthreads_or(counted_last)) bring_back(words);
 }
 
 // -- both ---------------------------------------------------------------------------------------------------
 
-// Copies a lane's words, also to its host where that is to know them. Where a launch has failed behind a take, the post
-// before that may not be over, which writes to those that are copied over.
+// Begins a run: the words of the lane whose run it is come to those that all kernels of the owner read, and with them
+// where the host is told of them in the end. Where a launch has failed behind a take, the post before that may not be
+// over, which writes to those that are copied over.
 extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments args) {
   if (threadIdx.x == 0) await_posts(args.to, word(args.to, TOOK));
   __syncthreads();
-  const u64 word = args.from[threadIdx.x];
-  args.to[threadIdx.x] = word;
-  if (args.host) ((volatile u64*)args.host)[threadIdx.x] = word;
+  args.to[threadIdx.x] = threadIdx.x == MIRROR ? args.host : args.from[threadIdx.x];
 }
 
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no

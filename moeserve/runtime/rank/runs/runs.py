@@ -58,7 +58,7 @@ class OwnerLane:
         made.zero_()
         made[Word.MAILBOX], made[Word.ANSWERS] = self.addresses
         made[Word.NUMBER], made[Word.PATIENCE] = number, int(self.patience * 1e9)
-        made[Word.ABORT] = self.abort.data_ptr()
+        made[Word.ABORT], made[Word.OWN] = self.abort.data_ptr(), self.state.data_ptr()
         return made
 
     def take_pinned(self) -> Tensor:
@@ -203,9 +203,8 @@ class PassRuns:
             lane.state[Word.EPOCH].fill_(stamp[0])
             lane.state[Word.VERSION].fill_(stamp[1])
             self._stamps[lane] = stamp
-        self._words.copy(lane.state, self._now)
+        self._words.begin(lane.state, self._now, pinned[-1])
         self._work(_key(run), number)
-        self._words.copy(self._now, lane.state, pinned[-1])
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         while self._told and self._told[0][0].query():  # type: ignore[no-untyped-call]
@@ -230,26 +229,33 @@ class PassRuns:
         """Queues what computes the run: a graph, where it can be recorded. Else it is launched kernel by
         kernel; in a group of one its first steps, since nobody else waits for the others.
         """
-        rank, lane = self._rank, self._rank.member.lane or 0
-        lanes = RunLanes.of(rank.epoch.members, lane, key.rows)
-        if not number:
-            alone = tuple(key.rows if at == lane else 0 for at in range(rank.epoch.members.max_lanes))
-            lanes = RunLanes(alone, alone, ())
-
-        steps = [(layer, key.rows) for layer, _ in key.steps]
+        rank = self._rank
 
         def recorded() -> None:
-            self._steps(key, lanes.recorded)
+            self._steps(key, self._lane_rows(key, number).recorded)
 
         replay = self._graphs.replay_of(key, len(key.steps), recorded)
-        if replay is not None:
-            if number:
-                rank.expect(steps, number, lanes.absent)
+        if replay is not None and not number:
             replay()
-        elif number:
+            return
+        lanes = self._lane_rows(key, number)
+        if not number:
+            self._steps(key._replace(steps=key.steps[:FEW_STEPS]), lanes.launched)
+            return
+        steps = [(layer, key.rows) for layer, _ in key.steps]
+        if replay is None:
             self._steps(key, lanes.launched, rank.numbers(steps, number))
         else:
-            self._steps(key._replace(steps=key.steps[:FEW_STEPS]), lanes.launched)
+            rank.expect(steps, number, lanes.absent)
+            replay()
+
+    def _lane_rows(self, key: _Key, number: int) -> RunLanes:
+        """Rows of all lanes in the run's steps; number: as of `launch`."""
+        members, lane = self._rank.epoch.members, self._rank.member.lane or 0
+        if number:
+            return RunLanes.of(members, lane, key.rows)
+        alone = tuple(key.rows if at == lane else 0 for at in range(members.max_lanes))
+        return RunLanes(alone, alone, ())
 
     def _steps(self, key: _Key, lane_rows: tuple[int, ...], numbers: Sequence[int] = ()) -> None:
         """numbers: of the steps, where they run at once in a group of several members."""
@@ -257,10 +263,12 @@ class PassRuns:
         room = self._rooms.of(key.layout, key.rows, key.kind)
         route, weights = (room.experts, room.weights) if isinstance(room, LaneInput) else (room.logits, None)
         before: int | None = None
-        for (layer, stage), number in zip(key.steps, numbers or [0] * len(key.steps), strict=True):
+        numbered = zip(key.steps, numbers or [0] * len(key.steps), strict=True)
+        for at, ((layer, stage), number) in enumerate(numbered):
             early = before not in (None, stage)  # its rows may be there while the other's answer is posted
             kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid, early=early)
-            post = partial(kernels.post, stage, living=rank.living(layer, key.rows))
+            last, living = at + 1 == len(key.steps), rank.living(layer, key.rows)
+            post = partial(kernels.post, stage, living=living, last=last)
             rank.record(layer, room, lane_rows, then=post, number=number)
             before = stage
 
