@@ -9,7 +9,7 @@ from collections.abc import Callable
 from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.sections import ClusterConfig
 
-OTHERS_FIRST_SECONDS = 0.25
+OTHERS_FIRST_SECONDS = 0.5
 """For which a rank is not started again while others go on without it: callers wait for them meanwhile, and a
 start takes cores and memory from them.
 """

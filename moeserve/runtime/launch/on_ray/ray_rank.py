@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import ray
 
 from moeserve.proto.host_id import host_id
+from moeserve.runtime.launch.on_ray import niceness
 
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
@@ -61,6 +62,8 @@ class RankActor:
 
         Actors see all GPUs of the node; with NO_GPU the rank takes the one of its own number.
         """
+        self.warm()
+        niceness.end_it()  # not before: while it imports, others serve on the same cores
         from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 
         host = "127.0.0.1" if streams.startswith("127.") else ray.util.get_node_ip_address()
