@@ -83,5 +83,7 @@ def test_few_rows_of_a_lane_come_to_one_replica_and_other_lanes_rows_to_the_othe
 def test_many_rows_of_an_expert_are_divided_among_its_replicas() -> None:
     book = AddressBook(Placement(np.tile(np.arange(6, dtype=np.int32), 3)[None], 3, 6))
     ids = torch.full((48, 1), 4, dtype=torch.int32)
-    counts = torch.bincount(book.resolve(0, ids.repeat(3, 1), torch.ones(144, dtype=torch.bool)).flatten().long())
+    counts = torch.bincount(
+        book.resolve(0, ids.repeat(3, 1), torch.ones(144, dtype=torch.bool)).flatten().long()
+    )
     assert counts[[4, 10, 16]].tolist() == [48, 48, 48]

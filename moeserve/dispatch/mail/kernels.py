@@ -171,10 +171,11 @@ class Words:
         self._copy = program().function("mail_words", COPY)
 
     def begin(self, state: Tensor, now: Tensor, host: Tensor) -> None:
-        """A run of the lane that has this state: `now` is what its kernels read. host: int64 `[WORDS]`, pinned.
+        """A run of the lane that has this state: `now` is what its kernels read. host: int64 `[WORDS]`,
+        pinned.
 
-        Behind the `post` that is its last one, the state and `host` have the words as the run has left them: by
-        an event that is recorded then they are there, and no engine has to be waited for.
+        Behind the `post` that is its last one, the state and `host` have the words as the run has left them:
+        by an event that is recorded then they are there, and no engine has to be waited for.
         """
         self._copy.launch(1, WORDS, {"from": state, "to": now, "host": host.data_ptr()})
 

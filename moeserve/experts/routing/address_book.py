@@ -12,8 +12,8 @@ from moeserve.experts.routing.device_splitter import DeviceSplitter, splitter_on
 from moeserve.experts.routing.replicas import Size, Splitter, choice_named
 
 _READ_ONCE = 8
-"""Rows of one expert that come to the same replica, where a batch chooses experts evenly. A step of few rows takes
-as long as the weights take that it reads, and rows at another replica have them read once more.
+"""Rows of one expert that come to the same replica, where a batch chooses experts evenly. A step of few rows
+takes as long as the weights that it reads, and rows at another replica have them read once more.
 """
 
 
@@ -93,7 +93,9 @@ class AddressBook:
         return self._hashed(layer, torch.where(known, wanted, 0), known)
 
     def _hashed(self, layer: int, safe: Tensor, known: Tensor) -> Tensor:
-        """The slots of experts `safe [T, K]` by lane, expert and row, EMPTY where the id is not `known [T, K]`."""
+        """The slots of experts `safe [T, K]` by lane, expert and row, EMPTY where the id is not `known`, bool
+        `[T, K]`.
+        """
         copies = self._copies[layer][safe]
         row = torch.arange(safe.shape[0], device=safe.device)[:, None]
         turn = torch.div(row, self._together(safe.shape[1]), rounding_mode="floor") + self._lane

@@ -130,7 +130,10 @@ class ReplicaChoice:
 REPLICA_CHOICES: dict[str, ReplicaChoice] = {
     entry.name: entry
     for entry in (
-        ReplicaChoice("hash", "by lane, expert and row, the same for rows that lie together, so that weights are read once"),
+        ReplicaChoice(
+            "hash",
+            "by lane, expert and row, the same for rows that lie together, so that weights are read once",
+        ),
         ReplicaChoice("waterfill", "one pass over replicated experts, the fullest first", waterfill),
         ReplicaChoice(
             "lp", "the emptiest fullest rank, by a transport step on the batch's counts", transport

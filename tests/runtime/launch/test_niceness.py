@@ -13,6 +13,7 @@ from moeserve.runtime.launch.on_ray import niceness
 
 RANK = """
 import os, threading
+os.environ.pop("RAY_worker_niceness", None)
 from moeserve.runtime.launch.on_ray import niceness
 os.nice(15)
 ended = threading.Event()
@@ -25,18 +26,32 @@ ended.set()
 
 
 def may_end_it() -> bool:
-    return subprocess.run(
-        [sys.executable, "-c", "import os; os.nice(1); os.setpriority(os.PRIO_PROCESS, 0, 0)"],
-        capture_output=True,
-        check=False,
-    ).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-c", "import os; os.nice(1); os.setpriority(os.PRIO_PROCESS, 0, 0)"],
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
+    )
 
 
 def test_a_rank_that_may_has_none_with_all_its_threads() -> None:
     if not may_end_it():
         pytest.skip("this process may not lower its niceness")
-    found = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", RANK], capture_output=True, text=True, timeout=60, check=True
+    )
     assert found.stdout.strip() == "[0, 0]"
+
+
+def test_what_the_environment_has_said_to_ray_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[int]()
+    monkeypatch.setenv(niceness.KEY, "5")
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 5)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, priority: given.append(priority))
+    niceness.end_it()
+    assert given == []
 
 
 def refuse(which: int, who: int, priority: int) -> None:
@@ -47,6 +62,7 @@ def refuse(which: int, who: int, priority: int) -> None:
 def test_a_rank_that_may_not_says_who_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv(niceness.KEY, raising=False)
     monkeypatch.setattr(os, "getpriority", lambda which, who: 15)
     monkeypatch.setattr(os, "setpriority", refuse)
     with caplog.at_level(logging.WARNING):

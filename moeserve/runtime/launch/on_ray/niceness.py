@@ -29,7 +29,11 @@ def ask_ray() -> None:
 
 
 def end_it() -> None:
-    """All threads of this process have niceness 0, where they may; else a warning says who can see to it."""
+    """All threads of this process have niceness 0, where they may; else a warning says who can see to it.
+    What the environment has said to Ray stays.
+    """
+    if KEY in os.environ:
+        return
     try:
         for task in TASKS.iterdir():
             with suppress(ProcessLookupError):
@@ -37,15 +41,15 @@ def end_it() -> None:
                     os.setpriority(os.PRIO_PROCESS, int(task.name), 0)
     except OSError as error:
         given = os.getpriority(os.PRIO_PROCESS, 0)
-        text = "this rank has niceness %d and yields the cores to all else of its host, since %s; start Ray with %s=0"
+        text = "this rank has niceness %d and yields the cores to all else of a host: %s; start Ray with %s=0"
         log.warning(text, given, error, KEY)
 
 
 def _may_end_it() -> bool:
     me = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + 1)
     try:
+        os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + 1)
         os.setpriority(os.PRIO_PROCESS, me, 0)
-    except PermissionError:
+    except OSError:  # it has no right to, or the system no niceness of threads
         return False
     return True

@@ -225,8 +225,8 @@ class MemberRuns:
             self._group.ask(OwnRun(run, of, version))
 
     def await_launches(self, seconds: float) -> None:
-        """Returns once all runs that were begun are launched, or after so many seconds. Whoever looks for rows
-        meanwhile takes the interpreter from the thread that launches, each time that it calls the driver.
+        """Returns once all runs that were begun are launched, or after so many seconds. Whoever looks for
+        rows meanwhile takes the interpreter from the thread that launches, whenever that calls the driver.
         """
         with self._launches:
             self._launches.wait_for(lambda: not self._begun, seconds)
