@@ -122,8 +122,8 @@ def balance_of(placement: Placement, load: Load, setting: ForecastSetting) -> Ba
     """How evenly `placement` serves `load`, over all of it and in single steps of the setting's size.
 
     A step's pairs (token, expert) are drawn independently, and each replica of an expert gets its share of
-    them at random, as a hash of the token spreads them. Real batches are more alike than that, and so less
-    even.
+    them at random. Real batches are more alike than that, and so less even; and by the choice `hash` few rows
+    of a lane come to one replica.
     """
     model, tokens = setting.model, setting.rank_tokens * setting.ranks
     holding = np.array(placement.room) > 0

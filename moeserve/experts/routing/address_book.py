@@ -11,6 +11,9 @@ from moeserve.experts.placement import EMPTY, Placement
 from moeserve.experts.routing.device_splitter import DeviceSplitter, splitter_on
 from moeserve.experts.routing.replicas import Size, Splitter, choice_named
 
+MOST_TOGETHER = 64
+"""Rows of a batch that agree on replicas at most: its hot experts have many more than others."""
+
 _READ_ONCE = 8
 """Rows of one expert that come to the same replica, where a batch chooses experts evenly. A step of few rows
 takes as long as the weights that it reads, and rows at another replica have them read once more.
@@ -118,4 +121,4 @@ class AddressBook:
 
     def _together(self, chosen: int) -> int:
         """Rows of a batch that agree on replicas, where each chooses so many experts."""
-        return max(1, _READ_ONCE * self.experts // max(1, chosen))
+        return min(MOST_TOGETHER, max(1, _READ_ONCE * self.experts // max(1, chosen)))

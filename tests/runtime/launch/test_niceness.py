@@ -70,13 +70,29 @@ def test_a_rank_that_may_not_says_who_can(
     assert "niceness 15" in caplog.text and "RAY_worker_niceness=0" in caplog.text
 
 
-@pytest.mark.parametrize(("given", "may", "asked"), [("", False, "0"), ("", True, None), ("5", False, "5")])
-def test_ray_is_asked_where_ranks_may_not_end_it_and_nobody_says_otherwise(
-    given: str, may: bool, asked: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "own", "may", "told"),
+    [
+        ("", 0, True, {}),
+        ("", 0, False, {niceness.KEY: "0"}),
+        ("", 10, True, {niceness.KEY: "0"}),
+        ("", -5, False, {niceness.KEY: "0"}),
+        ("5", 0, True, {niceness.KEY: "5"}),
+    ],
+)
+def test_workers_are_told_where_they_may_not_end_it_and_what_somebody_has_said(
+    given: str, own: int, may: bool, told: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(niceness.KEY, raising=False)
-    if given:
-        monkeypatch.setenv(niceness.KEY, given)
-    monkeypatch.setattr(os, "setpriority", (lambda which, who, priority: None) if may else refuse)
-    niceness.ask_ray()
-    assert os.environ.get(niceness.KEY) == asked
+    monkeypatch.setenv(niceness.KEY, given)
+    if not given:
+        monkeypatch.delenv(niceness.KEY)
+    now = [own]
+
+    def change(which: int, who: int, priority: int) -> None:
+        if priority < now[0] and not may:
+            raise PermissionError(13, "Permission denied")
+        now[0] = priority
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: own)
+    monkeypatch.setattr(os, "setpriority", change)
+    assert niceness.workers_environment() == told

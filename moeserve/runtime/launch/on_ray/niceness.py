@@ -14,18 +14,20 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 KEY = "RAY_worker_niceness"
-"""By which Ray is told, in the environment of what starts it on a node."""
+"""By which Ray is told, in the environment of a worker or of what starts Ray on a node."""
 
 TASKS = Path("/proc/self/task")
 
 
-def ask_ray() -> None:
-    """A Ray that this process starts gives its workers none, where they may not end it themselves and the
-    environment does not say otherwise.
+def workers_environment() -> dict[str, str]:
+    """What workers are told of their niceness: what this process was; else nothing, where they may end it
+    themselves; else to have none beside this process's own.
     """
+    if KEY in os.environ:
+        return {KEY: os.environ[KEY]}
     with ThreadPoolExecutor(1) as thread:  # which ends with the niceness that it gave itself
-        if not thread.submit(_may_end_it).result():
-            os.environ.setdefault(KEY, "0")
+        own, may = thread.submit(_own_and_may_end_it).result()
+    return {} if own <= 0 and may else {KEY: "0"}
 
 
 def end_it() -> None:
@@ -41,15 +43,16 @@ def end_it() -> None:
                     os.setpriority(os.PRIO_PROCESS, int(task.name), 0)
     except OSError as error:
         given = os.getpriority(os.PRIO_PROCESS, 0)
-        text = "this rank has niceness %d and yields the cores to all else of a host: %s; start Ray with %s=0"
+        text = "niceness %d has this process yield the cores to all else of its host: %s; start Ray with %s=0"
         log.warning(text, given, error, KEY)
 
 
-def _may_end_it() -> bool:
+def _own_and_may_end_it() -> tuple[int, bool]:
     me = threading.get_native_id()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     try:
-        os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + 1)
+        os.setpriority(os.PRIO_PROCESS, me, max(own, 0) + 1)
         os.setpriority(os.PRIO_PROCESS, me, 0)
     except OSError:  # it has no right to, or the system no niceness of threads
-        return False
-    return True
+        return own, False
+    return own, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moeserve.proto.texts import clipped
+from moeserve.runtime.launch.on_ray import niceness
 from moeserve.runtime.launch.watch import ProcessWatch
 
 log = logging.getLogger(__name__)
@@ -118,11 +120,15 @@ def _lives(node: str) -> bool:
 
 
 def _node_watch(node: str) -> NodeWatch:
-    """A watch in a process of its own on a node; it takes none of the node's CPUs."""
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    remote: Callable[..., Any] = (
-        ray.remote(ProcessWatch).options(num_cpus=0, scheduling_strategy=there, max_restarts=0).remote
+    """A watch in a process of its own on a node; it reserves none of its CPUs, and yields none to ranks."""
+    told = {niceness.KEY: os.environ.get(niceness.KEY, "0")}
+    options = ray.remote(ProcessWatch).options(
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        max_restarts=0,
+        runtime_env={"env_vars": told},
     )
+    remote: Callable[..., Any] = options.remote
     return NodeWatch(remote(), time.monotonic(), time.monotonic())
 
 

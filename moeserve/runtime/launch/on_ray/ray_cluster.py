@@ -21,7 +21,6 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for
 from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
-from moeserve.runtime.launch.on_ray import niceness
 from moeserve.runtime.launch.on_ray.ray_ranks import RankActors
 from moeserve.runtime.sections import ConfigError
 
@@ -139,7 +138,6 @@ class RayCluster:
         else:
             cores = len(os.sched_getaffinity(0))  # Ray begins with as many workers
             resources = max(cores, self._needed_cpus())  # ranks on one machine share its cores knowingly
-            niceness.ask_ray()
             with _on_loopback() if self._config.server.host in LOOPBACK else nullcontext():
                 ray.init(address="local", num_cpus=resources, include_dashboard=False)
         self._owns_ray = True

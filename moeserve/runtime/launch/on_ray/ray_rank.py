@@ -62,10 +62,9 @@ class RankActor:
 
         Actors see all GPUs of the node; with NO_GPU the rank takes the one of its own number.
         """
-        self.warm()
-        niceness.end_it()  # not before: while it imports, others serve on the same cores
         from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 
+        niceness.end_it()  # not before: while it imports, others serve on the same cores
         host = "127.0.0.1" if streams.startswith("127.") else ray.util.get_node_ip_address()
         here = _ranks_on_host(config.parallel.mesh.ranks)
         run_rank(RankSpec(config, rank, streams, token, host, here, rank if gpu == NO_GPU else gpu))

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.head_process import Head
+from moeserve.runtime.launch.on_ray.niceness import workers_environment
 from moeserve.runtime.launch.on_ray.node_watches import Looks, NodeWatches, first_line, is_ready
 from moeserve.runtime.launch.on_ray.ray_rank import ALL_GPUS, NO_GPU, Placed, RankActor
 from moeserve.runtime.launch.on_ray.ray_spares import Spares
@@ -66,6 +67,7 @@ class RankActors:
         self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
         self._last: dict[int, _Actor] = {}  # by rank: the one that ended last
         ranks, begin = config.parallel.mesh.ranks, config.cluster.begin_seconds
+        self._niceness = workers_environment()
         self._spares = Spares(config.cluster.spares, ranks, begin, self._create_spare, self._end_spare)
         self._watches = NodeWatches(begin, self._processes, self._take_looks, self._lose_node)
         self._restarts = Restarts()
@@ -149,7 +151,7 @@ class RankActors:
                 scheduling_strategy=seat,
                 max_restarts=0,
                 max_task_retries=0,
-                runtime_env={"env_vars": ALL_GPUS},
+                runtime_env={"env_vars": ALL_GPUS | self._niceness},
             )
             .remote()
         )
