@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -116,7 +117,8 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs the shows that are asked for."""
+    """Runs the shows that are asked for. What it has started ends with it, also where it is told to end."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     args = arguments()
     if args.merge:
         found = [judged(outcomes_of(args.merge))]

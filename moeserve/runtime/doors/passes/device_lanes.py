@@ -309,8 +309,6 @@ class DeviceLanes:
             if now - swept > SWEEP_SECONDS:
                 swept = now
                 self._sweep()
-            if self.mail is not None:
-                self.mail.await_launches(LONGEST_LOOK)
             time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - busy) / 8)))
 
     def _looked(self, lane: AnnouncedLane, now: float) -> bool:

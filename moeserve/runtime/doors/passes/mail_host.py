@@ -38,10 +38,6 @@ class MailHost:
         """Lanes that were detached, and whose memory is not free yet."""
         return self._runs.retired
 
-    def await_launches(self, seconds: float) -> None:
-        """Returns once all runs that lanes have begun are launched, or after so many seconds."""
-        self._runs.await_launches(seconds)
-
     def check(self, device: str) -> None:
         """Raises DeviceRefused where rows of this GPU cannot be taken here."""
         if not GPU.fullmatch(device):

@@ -86,8 +86,6 @@ class MemberRuns:
         self._attached = set[Mail]()
         self._flying = 0
         self._retired: list[Mail] = []  # to be freed when nothing runs
-        self._begun = 0  # runs that are yet to be launched
-        self._launches = threading.Condition(self._lock)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -216,20 +214,11 @@ class MemberRuns:
     def begin(self, run: Run, of: Pass, version: int) -> None:
         """Has a run launched between two steps. version: of the weights that it must have; 0: any."""
         if self._alone:
-            with self._lock:
-                self._begun += 1
             self._between(lambda: self._launch(run, of, version))
         elif waits := self._closed(run):
             of.lost(waits)
         else:
             self._group.ask(OwnRun(run, of, version))
-
-    def await_launches(self, seconds: float) -> None:
-        """Returns once all runs that were begun are launched, or after so many seconds. Whoever looks for
-        rows meanwhile takes the interpreter from the thread that launches, whenever that calls the driver.
-        """
-        with self._launches:
-            self._launches.wait_for(lambda: not self._begun, seconds)
 
     def _closed(self, run: Run) -> str:
         """Why no step of the run may be taken now; empty where it may."""
@@ -262,10 +251,6 @@ class MemberRuns:
             log.exception("a run of a pass cannot be launched")
             of.lost(f"it cannot be launched: {type(error).__name__}: {error}")
             return
-        finally:
-            with self._launches:
-                self._begun -= 1
-                self._launches.notify_all()
         if launched is None:
             return
         flight, found = launched
