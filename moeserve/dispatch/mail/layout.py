@@ -43,10 +43,8 @@ class Word(IntEnum):
     PATIENCE = 3  # nanoseconds that a kernel waits
     ENDED = 4  # how the pass has ended, a status; 0 while it runs
     ABORT = 5  # address of a word of the host's: not 0 ends all waits; 0: there is none
-    MIRROR = (
-        6  # address of host memory that the owner's host reads; of a table: its mailbox, 0: there is none;
-    )
-    # of a state: where its words are told when a run has ended
+    MIRROR = 6  # address of host memory: of a table, the mailbox that the host reads, 0: there is none;
+    # of a state, where its words are told when a run has ended
     TAKEN = 7  # of a state: rows of the step that was taken last
     EPOCH = 8  # of a state: of the answers
     VERSION = 9  # of a state: of the weights
