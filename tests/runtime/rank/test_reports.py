@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,29 @@ def test_the_thread_of_the_steps_neither_reads_nor_sends_a_report() -> None:
     assert threading.current_thread() not in {thread for _, thread in found}
     assert threads.empty(), "nothing is reported while no generation is live"
     steps.close()
+
+
+def test_rows_that_a_device_has_counted_are_reported_though_no_step_follows() -> None:
+    sent: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    load = SimpleNamespace(read=lambda: SimpleNamespace(tokens=TOKENS))
+    meter = SimpleNamespace(snapshot=lambda now: load)
+    counted = SimpleNamespace(read=lambda: [4, 5])
+    served = SimpleNamespace(layers=(0, 1))
+    rank: Any = SimpleNamespace(index=0, meter=meter, served=served, rows_computed=lambda: counted)
+    steps = MemberSteps(
+        rank, None, lambda message: sent.put((message["steps"], message["expert_rows"])), lambda record: None
+    )
+    steps.ran(3)
+    steps.look_after(1)
+    assert sent.get(timeout=SECONDS)[0] == 3, "the device is asked beside that"
+    limit = time.monotonic() + SECONDS
+    while not steps.expert_rows and time.monotonic() < limit:
+        time.sleep(0.001)
+    steps.look_after(1)
+    assert sent.get(timeout=SECONDS) == (3, 9)
+    steps.look_after(1)
+    steps.close()
+    assert sent.empty(), "nothing is new"
 
 
 def test_only_the_newest_report_waits() -> None:

@@ -89,7 +89,7 @@ class MemberSteps:
         self._untold = False  # whether it was said that the device's timestamps cannot be read
         self._finishing = InOrder("answers")
         self._reports = Reports(send)
-        self._reported = 0  # steps in the last report
+        self._reported = 0, 0  # steps and rows of experts in the last report
         self._reported_at = 0.0
         if lane is not None:
             lane.retire = self._retire
@@ -286,9 +286,10 @@ class MemberSteps:
         """
         if self._lane is not None:
             self._lane.expire(time.monotonic())
-        if self.steps == self._reported or generation is None:
+        counted = self.steps, self.expert_rows  # a device's rows are read behind the report of their steps
+        if counted == self._reported or generation is None:
             return
-        self._reported, self._reported_at = self.steps, time.monotonic()
+        self._reported, self._reported_at = counted, time.monotonic()
         if (computed := self._rank.rows_computed()) is not None:
             self._finishing.beside(lambda: self._take_rows(computed))
         if (meter := self._rank.meter) is not None:
