@@ -22,6 +22,7 @@ from moeserve.runtime.doors.passes.announced import LaneModel, LaneTerms
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
 from moeserve.runtime.doors.passes.service import begin_at
+from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
@@ -364,14 +365,33 @@ def test_who_hears_that_others_wait_behind_its_runs_is_not_alone() -> None:
     try:
         lanes.attach(asked("one"), "tester")
         (attached,) = lanes._lanes.values()
-        left: list[bool] = []
-        attached.lane.yield_steps = lambda: left.append(True)  # type: ignore[method-assign]
-        assert lanes._alone(attached.lane)
+        left: list[Company] = []
+        attached.lane.yield_steps = lambda company: left.append(company)  # type: ignore[method-assign]
+        assert lanes._company(attached.lane) is Company.NONE
         time.sleep(0.02)
         assert not left
         lanes.company()
-        assert not lanes._alone(attached.lane)
-        wait_for(lambda: bool(left))
+        wait_for(lambda: Company.CALLS in left)
+        assert lanes._company(attached.lane) is Company.CALLS
+    finally:
+        lanes.close()
+        regions.close()
+
+
+def test_a_lane_that_has_not_wanted_a_step_for_long_is_left_for_one_that_does() -> None:
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    lanes = lanes_of(regions)
+    try:
+        left: list[Company] = []
+        for name in ("one", "two"):
+            lanes.attach(asked(name), "tester")
+        one, two = (attached.lane for attached in lanes._lanes.values())
+        one.yield_steps = lambda company: left.append(company)  # type: ignore[method-assign]
+        time.sleep(0.02)
+        assert not left
+        two.active_at = time.monotonic()
+        wait_for(lambda: Company.CALLS in left)
+        assert one.active_at < 0
     finally:
         lanes.close()
         regions.close()

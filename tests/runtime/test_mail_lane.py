@@ -3,105 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
-import torch
-from lane_words import LaneWords
+from mail_callers import AHEAD, PATIENCE, Caller
 
-from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, YIELD, words
-from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, YIELD
 from moeserve.proto.passes import mailbox as m
-from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
-from moeserve.runtime.doors.passes import mail_lane
-from moeserve.runtime.doors.passes.announced import LaneTerms
-from moeserve.runtime.doors.passes.mail_lane import COMPANY_SECONDS, MOST_FLYING, MailLane
+from moeserve.proto.passes.mailbox import Status
+from moeserve.runtime.doors.passes import mail_lane, mail_pass
+from moeserve.runtime.doors.passes.mail_lane import COMPANY_SECONDS
+from moeserve.runtime.doors.passes.mail_pass import MOST_FLYING
+from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
-from moeserve.runtime.rank.runs.member_runs import Mail
-from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
-
-WORDS_ALONE = MailboxLayout.of((1, 2), (8, 4, 2), "bf16")
-LAYOUT = MailLayout(40, 2, 8, 4, 2, torch.bfloat16)
-PATIENCE = 5.0
-AHEAD = 2.0  # seconds; a test may be slow
-
-
-class Memory:
-    """Device memory that is none."""
-
-    closed = False
-
-    def handle(self) -> bytes:
-        return bytes(64)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass
-class Caller(LaneWords):
-    """A lane with the caller's words; runs are begun into `begun`."""
-
-    regions: Regions
-    begun: list[tuple[Run, int]] = field(default_factory=list)
-    detached: list[Mail] = field(default_factory=list)
-    observed: list[str] = field(default_factory=list)
-    most_rows: int = 64
-    most_seconds: float = math.inf
-    loaded: bool = True  # what steps need
-    retired: int = 0  # lanes whose memory is to be freed
-    makes_room: bool = False  # others' runs are under way meanwhile
-    most_steps: int = 4096  # of a run that is recorded
-    ahead: float = AHEAD
-
-    def __post_init__(self) -> None:
-        memory = self.memory_of(self.regions, WORDS_ALONE)
-        terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append, ahead=self.ahead)
-        abort = torch.zeros(1, dtype=torch.int32)
-        owner = OwnerLane(LAYOUT, (0, 0), abort, PATIENCE, words(torch.device("cpu")))
-        self.mail = Mail(owner, Memory())  # type: ignore[arg-type]
-        self.lane: MailLane = MailLane(memory, terms, (LAYOUT, self.mail), self)  # type: ignore[arg-type]
-
-    # -- as the member's runs
-
-    def begin(self, run: Run, of: object, version: int) -> None:
-        self.begun.append((run, version))
-
-    def leads(self, run: Run) -> bool:
-        return self.loaded
-
-    def detach(self, mail: Mail) -> None:
-        self.detached.append(mail)
-
-    # -- as a caller
-
-    def standing(self, layers: list[int], stages: int = 1, version: int = 0, flags: int = 0) -> None:
-        self.announce(layers, stages, m.STANDING | flags, version)
-
-    def bring(self, stage: int, step: int, count: int = 2, kind: int = CHOICE) -> None:
-        head = WORDS_ALONE.header(stage)
-        for at, value in ((m.COUNT, count), (m.KIND, kind), (m.TAG, tag_of(self.number, step))):
-            self.box[head + at] = value
-
-    def steady(self, counts: tuple[int, ...] = (5,)) -> int:
-        """Two forward passes, one right after the other, and a third that is launched; how many steps it has
-        brought then.
-        """
-        for step in (0, 2, 4):
-            for stage, count in enumerate(counts):
-                self.bring(stage, step, count)
-            assert self.look()
-            if step < 4:
-                self.lane.ran(Told(0, (step + 2,) * len(counts), 2 * len(counts)), 1)
-            for stage, count in enumerate(counts):
-                self.bring(stage, step + 1, count)
-        return 6
-
-    @property
-    def aborted(self) -> bool:
-        return bool(self.mail.lane.abort[0])
+from moeserve.runtime.rank.runs.runs import Told
 
 
 @pytest.fixture
@@ -165,7 +80,7 @@ def test_weights_that_a_caller_demands_are_demanded_of_each_run(caller: Caller, 
 
 def test_a_long_forward_pass_has_several_runs(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """To record a run holds up all other steps as long as it takes."""
-    monkeypatch.setattr(mail_lane, "AHEAD_STEPS", 2)
+    monkeypatch.setattr(mail_pass, "AHEAD_STEPS", 2)
     caller.standing([3, 5, 3], flags=m.ANY_WEIGHTS)
     for step in (0, 2, 3):
         caller.bring(0, step)
@@ -186,7 +101,7 @@ def test_two_forward_passes_at_most_are_launched_ahead(caller: Caller) -> None:
 
 
 def test_with_company_each_step_is_launched_when_its_rows_are_there(caller: Caller) -> None:
-    caller.lane.alone = lambda: False
+    caller.lane.company = lambda: Company.CALLS
     caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
     caller.bring(1, 0)
     assert caller.look()
@@ -252,7 +167,7 @@ def test_a_run_that_waits_is_left_where_others_want_steps(caller: Caller) -> Non
     assert not caller.aborted, "nothing waits"
     caller.bring(0, 0)
     caller.look()
-    caller.lane.alone = lambda: False
+    caller.lane.company = lambda: Company.CALLS
     caller.lane.yield_steps()
     assert caller.mail.lane.abort[0] == YIELD
     caller.lane.ran(Told(MISFIT, (1, 0)), 1)
@@ -319,7 +234,7 @@ def test_what_a_kernel_has_ended_is_told(caller: Caller, ended: int, status: Sta
 
 
 def test_a_caller_is_late_within_a_forward_pass_and_may_rest_between_two(caller: Caller) -> None:
-    caller.lane.alone = lambda: False
+    caller.lane.company = lambda: Company.CALLS
     caller.standing([3, 5])
     caller.look(PATIENCE * 2)
     assert caller.ended is None
@@ -431,7 +346,7 @@ def test_no_forward_pass_is_launched_before_its_rows_where_that_may_harm(caller:
     if why == "switched off":
         caller.lane._terms = dataclasses.replace(caller.lane._terms, ahead=0.0)
     caller.steady()
-    caller.lane.alone = lambda: why != "company"
+    caller.lane.company = lambda: Company.CALLS if why == "company" else Company.NONE
     caller.retired = int(why == "a lane to be freed")
     caller.loaded = why != "not loaded"
     caller.most_steps = 1 if why == "not recorded" else 4096

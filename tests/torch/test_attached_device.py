@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.running import PassLate
+from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import MoeExperts, Settings, WrongRows, connect
 from moeserve.torch.attached_device import AttachedDevice
@@ -288,6 +290,39 @@ def test_two_callers_and_host_calls_take_turns(house: LocalCluster, remote: obje
             found = [module.wait(ticket) for module, ticket in zip(modules, tickets, strict=True)]
             for one, answer in zip(given, found, strict=True):
                 assert torch.equal(answer, host[layer](*one)), (turn, layer)
+    for way in ways:
+        way.check()
+        way.close()
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("rows", [(1, 1), (3, 60)])
+def test_two_callers_of_gpus_alone_take_turns(
+    house: LocalCluster, remote: object, alone: Alone, rows: tuple[int, int]
+) -> None:
+    """Each on a stream of its own, so that they bring their rows in any order."""
+    ways = [opened(house, f"turns-{at}") for at in range(2)]
+    given = [
+        [[batch(alone, many, seed=90 + 8 * at + 4 * layer + kind) for kind in range(3)] for layer in (0, 1)]
+        for at, many in enumerate(rows)
+    ]
+    right = [
+        [[MoeExperts(remote, layer)(*one) for one in given[at][layer]] for layer in (0, 1)] for at in (0, 1)
+    ]
+    modules = [[MoeExperts(way, layer) for layer in (0, 1)] for way in ways]
+    streams = [torch.cuda.Stream() for _ in ways]
+    time.sleep(2 * COMPANY_SECONDS)  # calls are company of another kind
+    torch.cuda.synchronize()
+    for _ in range(60):
+        found: list[list[list[Tensor]]] = [[[], []], [[], []]]
+        for kind in range(3):
+            for at, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    for layer in (0, 1):
+                        found[at][layer].append(modules[at][layer](*given[at][layer][kind]))
+        torch.cuda.synchronize()
+        for at, layer in product((0, 1), (0, 1)):
+            assert all(map(torch.equal, found[at][layer], right[at][layer])), (at, layer)
     for way in ways:
         way.check()
         way.close()

@@ -106,7 +106,9 @@ AWAIT = Arguments(
     blocks="int",
     early="int",
 )
-COPY = Arguments("WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64"})
+COPY = Arguments(
+    "WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64", "least": "u64", "again": "int"}
+)
 LATE, LOST = 2, 3
 """Statuses of a pass whose rows, or whose answers, do not come."""
 
@@ -170,14 +172,15 @@ class Words:
     def __init__(self) -> None:
         self._copy = program().function("mail_words", COPY)
 
-    def begin(self, state: Tensor, now: Tensor, host: Tensor) -> None:
+    def begin(self, state: Tensor, now: Tensor, host: Tensor, *, least: int = 0, again: bool = False) -> None:
         """A run of the lane that has this state: `now` is what its kernels read. host: int64 `[WORDS]`,
-        pinned.
+        pinned. least: rows that its first step must have; 0: any. again: steps before it were left.
 
         Behind the `post` that is its last one, the state and `host` have the words as the run has left them:
         by an event that is recorded then they are there, and no engine has to be waited for.
         """
-        self._copy.launch(1, WORDS, {"from": state, "to": now, "host": host.data_ptr()})
+        given: dict[str, Argument] = {"from": state, "to": now, "host": host.data_ptr()}
+        self._copy.launch(1, WORDS, given | {"least": least, "again": int(again)})
 
 
 class CallerKernels:
@@ -252,7 +255,7 @@ class OwnerKernels:
             given = {"lines_at": rows["lines_at"], "stage": stage, "early": int(early)}
             self._await.launch(1, MOST_BLOCKS, given, overlapped=self._overlaps)
         more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
-        begins = {"awaited": int(awaited), "early": int(early and not awaited)}
+        begins = {"awaited": int(awaited), "early": int(early)}
         self._take.launch(blocks, THREADS, rows | more | {"valid": valid} | begins, overlapped=self._overlaps)
 
     def post(

@@ -48,7 +48,7 @@ class Word(IntEnum):
     TAKEN = 7  # of a state: rows of the step that was taken last
     EPOCH = 8  # of a state: of the answers
     VERSION = 9  # of a state: of the weights
-    AGREED = 10  # of a state: rows of the step that is being taken, and 1; 0: nobody has read them yet
+    AGREED = 10  # of a state: rows of the step that several blocks took last, and 1; above them which it is
     LEAST = 11  # of a state: how few rows the next step may have, of a run that was launched before they came
     TOOK = 12  # of a state: steps that were taken
     READ = 13  # of a state: those of them that were read to be posted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +174,51 @@ def test_what_cannot_be_launched_is_told_by_name(house: House) -> None:
     assert "it cannot be launched: ValueError: layer 3 reads" in str(house.asked())
     house.device.fails = None
     assert house.asked() == [("ran", (2,), 1)]
+
+
+def test_who_looks_for_rows_waits_until_what_was_begun_is_launched(house: House) -> None:
+    def waited() -> bool:
+        """Whether all of the time was over."""
+        began = time.monotonic()
+        house.runs.await_launches(0.05)
+        return time.monotonic() - began >= 0.05
+
+    assert not waited()
+    house.runs.begin(RUN, house.caller, 0)
+    house.runs.begin(RUN, house.caller, 0)
+    house.between.pop(0)()
+    assert waited()
+    house.device.fails = ValueError("layer 3 reads a count on the host")
+    house.step()
+    assert not waited()
+    house.runs.begin(RUN, house.caller, 0)
+    later = threading.Timer(0.1, house.step)
+    later.start()
+    began = time.monotonic()
+    house.runs.await_launches(20.0)
+    assert time.monotonic() - began < 10.0
+    later.join()
+
+
+def test_who_looks_for_rows_does_not_wait_for_a_launch_that_waits_for_another_to_end(house: House) -> None:
+    may_end = threading.Event()
+
+    def finish(act: Callable[[], None]) -> None:
+        assert may_end.wait(20.0)
+
+    house.runs._finish = finish
+    house.runs.begin(RUN, house.caller, 0)
+    house.runs.begin(RUN, house.caller, 0)
+    launching = threading.Thread(target=house.between.pop(0), daemon=True)
+    launching.start()
+    began = time.monotonic()
+    house.runs.await_launches(20.0)
+    assert time.monotonic() - began < 10.0, "another was begun, and is not launched yet"
+    may_end.set()
+    launching.join()
+    began = time.monotonic()
+    house.runs.await_launches(0.05)
+    assert time.monotonic() - began >= 0.05
 
 
 def test_whoever_began_a_run_hears_of_it_once_however_it_ends(house: House) -> None:

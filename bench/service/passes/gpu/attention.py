@@ -6,7 +6,8 @@ import torch
 
 ELEMENTS = 1 << 29  # of float32: 2 GiB, far more than a GPU's caches hold
 ROUNDS = 6  # of calibrating
-LAUNCHES, REPLAYS = 20, 4  # of one measurement
+LAUNCHES = 20  # of a graph
+SUSTAINED = 0.25e6  # microseconds of one measurement: a GPU that has rested is faster at first
 FIRST_RATE = 2.5e6 / 4  # elements a microsecond
 CLOSE = 0.01
 
@@ -42,13 +43,13 @@ class Attention:
         elements, took = int(wanted * FIRST_RATE), 0.0
         for _ in range(ROUNDS):
             self._elements = min(ELEMENTS, max(1024, elements // 4 * 4))
-            took = self._measured()
+            took = self._measured(int(SUSTAINED / LAUNCHES / wanted) + 1)
             if abs(took - wanted) < CLOSE * wanted:
                 break
             elements = int(self._elements * wanted / took)
         return self._elements, took
 
-    def _measured(self) -> float:
+    def _measured(self, replays: int) -> float:
         """Microseconds of one launch."""
         with torch.cuda.device(self._device):
             stream, graph = torch.cuda.Stream(self._device), torch.cuda.CUDAGraph()
@@ -62,8 +63,8 @@ class Attention:
             with torch.cuda.stream(stream):
                 graph.replay()
                 first.record()
-                for _ in range(REPLAYS):
+                for _ in range(replays):
                     graph.replay()
                 last.record()
             last.synchronize()
-        return first.elapsed_time(last) * 1e3 / LAUNCHES / REPLAYS
+        return first.elapsed_time(last) * 1e3 / LAUNCHES / replays

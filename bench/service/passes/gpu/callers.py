@@ -155,6 +155,7 @@ def _told(
     p50, p99 = float(np.median(alone)), float(np.percentile(beside, 99))
     peers = {
         "alone p50": p50,
+        "alone p99": float(np.percentile(alone, 99)),  # each step has other experts
         "beside p50": float(np.median(beside)),
         "p99, no rebalances": float(np.percentile(quiet, 99)),
         "p50 of first steps": float(np.median(beside[::DEPTH])),  # of a pass

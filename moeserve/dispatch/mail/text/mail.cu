@@ -25,7 +25,7 @@ enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
 #define WARP 32
 #define LANE_WORDS 32 // of a table, or a state
 #define SHARE 896    // 16-byte words of rows for which a block more pays
-#define POLLS 64     // of a tag, between two looks at the host's word, which is read over PCIe
+#define POLLS 64     // of a tag, between two looks at the host's word, which is read over PCIe; a block's first one looks, too
 #define LONGEST_POST 1000000000  // nanoseconds
 #define AT_ONCE 4    // words that a thread asks for before it waits for the first
 
@@ -146,7 +146,7 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
   const u64 began = nanoseconds();
   const u32* abort = (const u32*)words[ABORT];
   for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
-    if (polls % POLLS) continue;
+    if (polls % POLLS && (polls > 1 || threadIdx.x)) continue;
     if (word(words, ENDED)) return false;
     const u32 said = abort ? load_relaxed(abort) : 0;
     if (said) {
@@ -165,7 +165,7 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
 DEVICE bool count_step(u64* words, int stage, u64 steps) {
   if (gridDim.x > 1) {
     __threadfence();  // whoever counts last may copy all words
-    if (atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return false;
+    if ((u32)atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return false;
     words[TICKETS + stage] = 0;
   }
   words[STEPS + stage] = steps + 1;
@@ -252,7 +252,7 @@ extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments arg
   u64* words = args.table;
   const int block = blockIdx.x, blocks = gridDim.x;
   const u64 number = words[NUMBER], steps = words[STEPS + args.stage], mirror = words[MIRROR];
-  const u64 ended = words[ENDED];  // for all threads alike: what begins now may end the pass
+  const u64 ended = words[ENDED];  // what begins now may end the pass: then nobody wants what some threads bring
   u8* box = (u8*)words[MAILBOX];
   begin_next();
   Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
@@ -310,20 +310,29 @@ extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments arg
 
 // -- the owner's --------------------------------------------------------------------------------------------
 
-// How many rows a step has, for all blocks of a take alike: as many as the first of them has read. The word is in
-// memory that the caller has not mapped; `mail_post` clears it.
-DEVICE u32 agree(u64* words, u32 count) {
-  const u64 before = atomicCAS(words + AGREED, 0ull, (u64)count + 1);
-  return before ? (u32)(before - 1) : count;
+// The step that AGREED is of, in its upper half: another one than that of the step before. A pass begins with 0.
+DEVICE u64 agreed_key(u64 tag, int stage) { return tag << 35 | (u64)stage << 32; }
+
+// How many rows a step has, for all blocks of a take alike: as many as the first of them has read. The word has one more,
+// and is in memory that the caller has not mapped.
+DEVICE u32 agree(u64* words, u64 key, u32 count) {
+  const u64 mine = key | (count + 1);
+  for (u64 before = word(words, AGREED);;) {
+    if ((before & ~0xffffffffull) == key && (u32)before) return (u32)before - 1;
+    const u64 found = atomicCAS(words + AGREED, before, mine);
+    if (found == before) return count;
+    before = found;
+  }
 }
 
-// Waits until the post before has read what it gives; where that takes long, for its end.
-DEVICE void await_read(const u64* words, u64 took) {
-  for (int polls = 0; word(words, READ) < took; ++polls)
-    if (polls == POLLS) return await_launch();
+// Waits until the post before, which runs and waits for nobody, has read what it gives.
+DEVICE void await_read(u64* words, u64 took) {
+  const u64 began = nanoseconds();
+  while (word(words, READ) < took)
+    if (nanoseconds() - began > LONGEST_POST) note_end(words, LOST);  // and it waits: what is read may not be written
 }
 
-// Waits until all posts before have ended, for which no take had to wait that began beside one. They wait for nobody.
+// Waits until all posts before have ended, for which no take had to wait that began beside one.
 DEVICE void await_posts(u64* words, u64 took) {
   const u64 began = nanoseconds();
   while (load_acquire(words + DONE) + 1 < took)
@@ -343,18 +352,17 @@ DEVICE void await_posts(u64* words, u64 took) {
 // launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
 //
 // Where it follows a post of another stage (`early`) it begins beside that: all before the post is over then, so that
-// nobody reads the room any more. What the post reads or writes itself (TAKEN, AGREED) waits for its end, or where one
-// block takes all, until the post has read all that it gives: the kernels behind this one run while it is on its way.
+// nobody reads the room any more. What the post reads or writes itself (TAKEN) waits until the post has read all that it
+// gives: the kernels behind this one run while it is on its way.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
-  if (!args.early) await_launch();
+  if (!args.early || args.awaited) await_launch();
   const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage)), least = word(words, LEAST);
   const u64 took = word(words, TOOK);
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
   __shared__ u32 rows;
   const int block = blockIdx.x;
-  const bool agreed = args.awaited || gridDim.x > 1;
   u32 layer = 0, kind = 0, count_there = 0;
   bool began = false;
   if (threadIdx.x == 0) {
@@ -363,12 +371,11 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
     layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
     count_there = load_relaxed(&lines->count);
   }
-  if (args.early && agreed) await_launch();
   if (threadIdx.x == 0) {
     if (began) {
       u32 count = count_there;
-      if (args.awaited) count = (u32)(words[AGREED] - 1);
-      else if (gridDim.x > 1) count = agree(words, count);
+      if (args.awaited) count = (u32)word(words, AGREED) - 1;
+      else if (gridDim.x > 1) count = agree(words, agreed_key(tag, args.stage), count);
       const bool other = layer != (u32)args.layer || kind != (u32)args.kind;
       if ((other && !least) || count > (u32)args.most) {
         note_end(words, REFUSED);
@@ -402,7 +409,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   if (block == 0)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
   if (block || threadIdx.x) return;
-  if (args.early && !agreed) await_read(words, took);
+  if (args.early) await_read(words, took);
   words[TAKEN] = count;
   words[TOOK] = took + 1;
 }
@@ -430,6 +437,12 @@ struct Tally {
 };
 
 DEVICE void note_read(u64* words, u64 took) { *(volatile u64*)(words + READ) = took; }
+
+// A block of a post has read its share; the last one notes that all is read. All that have a share come here, once.
+DEVICE void count_read(u64* words, int stage, u64 took, int blocks) {
+  if (blocks > 1 && (atomicAdd(words + TICKETS + stage, 1ull << 32) >> 32) != blocks - 1) return;
+  note_read(words, took);
+}
 
 DEVICE void note_post(u64* words, u64 took) {
   note_read(words, took);
@@ -474,7 +487,6 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   const u64 ended = seen, steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   begin_next();  // a take, which may end the pass: whether it had ended is known here
-  if (blockIdx.x == 0 && threadIdx.x == 0) words[AGREED] = 0;  // of the next step
   if (blockIdx.x == 0) counted.store(args);
   if (ended == MISFIT) {
     if (blockIdx.x) return;
@@ -489,7 +501,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
       copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
     __syncthreads();  // the release below is of what all threads of the block have written
     if (threadIdx.x) continue;
-    if (gridDim.x == 1) note_read(words, took);
+    if (!ended) count_read(words, args.stage, took, blocks);
     Line* line = (Line*)(answers + args.lines_at) + block;
     store_relaxed(&line->count, count);
     store_relaxed(&line->first, (u32)ended);
@@ -506,17 +518,22 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
 // -- both ---------------------------------------------------------------------------------------------------
 
 // Begins a run: the words of the lane whose run it is come to those that all kernels of the owner read, and with them
-// where the host is told of them in the end. Where a launch has failed behind a take, the post before that may not be
+// where the host is told of them in the end. `again`: steps before it were left, whose end is not the pass's. Where a launch has failed behind a take, the post before that may not be
 // over, which writes to those that are copied over.
 extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments args) {
   if (threadIdx.x == 0) await_posts(args.to, word(args.to, TOOK));
   __syncthreads();
-  args.to[threadIdx.x] = threadIdx.x == MIRROR ? args.host : args.from[threadIdx.x];
+  u64 value = args.from[threadIdx.x];
+  if (threadIdx.x == MIRROR) value = args.host;
+  else if (threadIdx.x == LEAST && (args.least || args.again)) value = args.least;
+  else if (threadIdx.x == ENDED && args.again) value = 0;
+  args.to[threadIdx.x] = value;
 }
 
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
 // multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
-// kernel behind it may begin as soon as all lines are there, and waits until this one is over. `early`: as of a take.
+// kernel behind it may begin as soon as all lines are there, and waits until this one is over; before a fetch until all else
+// is, too. `early`: as of a take.
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   if (!args.early) await_launch();
@@ -528,13 +545,13 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
     blocks = 0;
     if (!word(words, ENDED) && await_tag(lines, tag, words, args.late)) {
       const u32 count = load_relaxed(&lines->count);
-      agreed = (u64)count + 1;
+      agreed = agreed_key(tag, args.stage) | (count + 1);
       blocks = blocks_of(count, args.row_words, args.blocks);
     }
   }
   __syncthreads();
   if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);
-  if (args.early) await_launch();
+  if (args.early && args.box == ANSWERS) await_launch();
   if (agreed && args.box == MAILBOX) words[AGREED] = agreed;
   __syncthreads();
   begin_next();

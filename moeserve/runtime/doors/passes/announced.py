@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence
 from moeserve.proto.texts import clipped
+from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads.regions import Hold
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class AnnouncedLane(ABC):
         """Ends the pass that runs, and begins no other. Steps under way are given up."""
 
     @abstractmethod
-    def yield_steps(self) -> None:
+    def yield_steps(self, company: Company) -> None:
         """Others want steps: what waits for this caller's rows waits no more."""
 
     @abstractmethod

@@ -18,6 +18,7 @@ from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.tensors import Spec, describe_into
 from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.turns import Company
 
 SOON_SECONDS = 0.0005
 """After which a step is tried again that the lane had no room for, where it does not say when."""
@@ -106,7 +107,7 @@ class DeviceLane(AnnouncedLane):
         if run is not None:
             self._end(run, Status.DETACHED, why)
 
-    def yield_steps(self) -> None:
+    def yield_steps(self, company: Company) -> None:
         """Nothing waits for rows: steps begin when these are there."""
 
     def look(self, now: float) -> bool:

@@ -22,6 +22,8 @@ from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, Name
 from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneModel, LaneTerms
 from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
 from moeserve.runtime.doors.passes.mail_host import MailHost
+from moeserve.runtime.doors.passes.mail_lane import MailLane
+from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
@@ -88,6 +90,9 @@ class DeviceLanes:
         self.why_no_mail = "this rank computes on the CPU"
         self.others: Callable[[], bool] = lambda: False  # whether calls wait for steps
         self._others_at = -math.inf  # when calls were last seen to wait
+        self._calls = False  # whether they have waited lately
+        self._active: list[AnnouncedLane] = []  # lanes whose callers have wanted steps lately
+        self._hosts: list[AnnouncedLane] = []  # those of them with rows in host memory
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
         self._leaving: list[AnnouncedLane] = []  # with steps under way
@@ -158,7 +163,7 @@ class DeviceLanes:
                 for region in (name, answers):
                     regions.release(region)
                 raise
-            made.alone, lane, wire = (lambda: self._alone(made)), made, made.wire
+            made.company, lane, wire = (lambda: self._company(made)), made, made.wire
         reply = moe_pb2.AttachLaneReply(
             mailbox=name,
             answers=answers,
@@ -247,11 +252,20 @@ class DeviceLanes:
             )
         return layout
 
-    def _alone(self, lane: AnnouncedLane) -> bool:
-        """Whether nobody but this lane's caller wants steps now."""
-        there = list(self._lanes.values())
-        latest = max((one.lane.active_at for one in there if one.lane is not lane), default=-math.inf)
-        return time.monotonic() - max(latest, self._others_at) > COMPANY_SECONDS
+    def _company(self, lane: AnnouncedLane) -> Company:
+        """Who but this lane's caller wants steps, as of the last look."""
+        if self._calls or any(one is not lane for one in self._hosts):
+            return Company.CALLS
+        return Company.LANES if any(one is not lane for one in self._active) else Company.NONE
+
+    def _note_company(self, lanes: list[AnnouncedLane], now: float) -> None:
+        """Notes who wants steps."""
+        if self.others():
+            self._others_at = now
+        since = now - COMPANY_SECONDS
+        self._calls = self._others_at >= since
+        self._active = [lane for lane in lanes if lane.active_at >= since]
+        self._hosts = [lane for lane in self._active if not isinstance(lane, MailLane)]
 
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
@@ -296,19 +310,22 @@ class DeviceLanes:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
             now = time.monotonic()
-            if self.others():
-                self._others_at = now
+            self._note_company(lanes, now)
             if sum(self._looked(lane, now) for lane in lanes) or any(lane.soon for lane in lanes):
                 busy = now
-            for lane in lanes:
-                if not self._alone(lane):
-                    lane.yield_steps()
+            self._note_company(lanes, now)
+            for lane in lanes:  # also those whose callers have not wanted a step lately
+                if (company := self._company(lane)) is not Company.NONE:
+                    lane.yield_steps(company)
+            Turns.leave(lane for lane in lanes if isinstance(lane, MailLane))
             for lane in leaving:
                 self._looked(lane, now)
                 self._forget_idle(lane)
             if now - swept > SWEEP_SECONDS:
                 swept = now
                 self._sweep()
+            if self.mail is not None:
+                self.mail.await_launches(LONGEST_LOOK)
             time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - busy) / 8)))
 
     def _looked(self, lane: AnnouncedLane, now: float) -> bool:

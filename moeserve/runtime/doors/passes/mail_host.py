@@ -14,6 +14,7 @@ from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused
 from moeserve.runtime.doors.passes.announced import LaneMemory, LaneModel, LaneTerms
 from moeserve.runtime.doors.passes.mail_lane import MailLane
+from moeserve.runtime.doors.passes.turns import Turns
 from moeserve.runtime.rank.runs.member_runs import CannotRun, MemberRuns
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,11 +33,16 @@ class MailHost:
         self, runs: MemberRuns, model: LaneModel, lane_bytes: int, *, share_gpu: bool = False
     ) -> None:
         self._runs, self._model, self._lane_bytes, self._share_gpu = runs, model, lane_bytes, share_gpu
+        self._turns = Turns()
 
     @property
     def retired(self) -> int:
         """Lanes that were detached, and whose memory is not free yet."""
         return self._runs.retired
+
+    def await_launches(self, seconds: float) -> None:
+        """Returns once all runs that lanes have begun are launched, or after so many seconds."""
+        self._runs.await_launches(seconds)
 
     def check(self, device: str) -> None:
         """Raises DeviceRefused where rows of this GPU cannot be taken here."""
@@ -68,7 +74,9 @@ class MailHost:
             mail = runs.attach(layout, request.answers_handle, terms.patience)
         except CannotRun as error:
             raise DeviceRefused(f"device: {error}") from error
-        return MailLane(memory, terms, (layout, mail), runs), mail.handle
+        lane = MailLane(memory, terms, (layout, mail), runs)
+        lane.turns = self._turns
+        return lane, mail.handle
 
     def _wire(self, request: moe_pb2.AttachLaneRequest) -> str:
         """In which the rows are to come."""

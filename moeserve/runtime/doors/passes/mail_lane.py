@@ -4,8 +4,10 @@ Where the caller is alone, all steps of a forward pass are launched as soon as t
 there; each then waits on the device for its own, and no host is between two of them. A caller whose forward
 passes follow one another finds the next one launched before its rows are there, behind the one that runs.
 Where others want the rank, or its group, too, a step is launched when its rows are there, so that nobody
-waits for this caller's attention. In a group of several a run that has waited too long is left, and its steps
-come one by one; so is everywhere one that was launched before its rows, and waits for them for too long.
+waits for this caller's attention; where all of them have GPUs, and no group has to agree, it is launched
+behind theirs in its turn, and left where their rows are there first (`Turns`). In a group of several a run
+that has waited too long is left, and its steps come one by one; so is everywhere one that was launched before
+its rows, and waits for them for too long.
 """
 
 from __future__ import annotations
@@ -14,84 +16,20 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from moeserve.dispatch.mail.kernels import ABORT, CHOICE, MISFIT, YIELD
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
-from moeserve.runtime.doors.passes.announced import AnnouncedLane, Announcement, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS, MailPass
+from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.runs.member_runs import Mail, MemberRuns
 from moeserve.runtime.rank.runs.runs import Run, Told
 
 COMPANY_SECONDS = 0.0003
 """For the rows of a pass's other stages, before those that are there are launched alone."""
-
-AHEAD_STEPS = 512
-"""Of one run: to record it takes the thread of the steps a millisecond for each, and no other step runs."""
-
-MOST_FLYING = 2
-"""Runs of one lane that were launched and have not ended; one, as long as nobody knows the weights of a pass
-whose steps must have the same.
-"""
-
-
-@dataclass
-class _Pass:
-    said: Announcement
-    sent: list[int]  # steps of each stage that were launched
-    since: float  # when its next rows were first wanted
-    version: int
-    flying: int = 0  # runs that have not ended
-    waited: float = 0.0  # since when the first of them has been the next one
-    begun: bool = False  # whether any was launched
-    waits: bool = False  # whether one of them was launched before all of its rows were there
-    slow: bool = False  # a run of this forward pass was left since it waited too long
-    told: tuple[int, ...] | None = None  # steps of each stage that were answered, fewer than were launched
-    misfits: int = 0  # runs in a row that were left where the one before was
-    fitted: list[int] = field(default_factory=list)  # steps of each stage when a run was left last
-    again: bool = False  # the next run begins where one had to stop
-    ends: tuple[Status, str] | None = None
-    answered: float = -math.inf  # when a run ended last that gave answers
-    steady: bool = False  # its caller brings the rows of the next forward pass soon, as it did before
-    early: list[int] | None = None  # steps of each stage before a run that was launched before its rows
-
-    def layer(self, stage: int) -> int:
-        return self.said.layers[self.sent[stage] % len(self.said.layers)]
-
-    def wants(self, stage: int) -> bool:
-        return self.said.standing or self.sent[stage] < len(self.said.layers)
-
-    @property
-    def demanded(self) -> int:
-        """The version of the weights that its next run must have; 0: any."""
-        return self.said.version if self.said.any_weights else self.version
-
-    @property
-    def full(self) -> bool:
-        """Whether no run may be launched before one has ended."""
-        return self.flying >= (MOST_FLYING if self.said.any_weights or self.version else 1)
-
-    @property
-    def alike(self) -> bool:
-        """Whether all stages are at the same step."""
-        return len(set(self.sent)) == 1
-
-    @property
-    def resting(self) -> bool:
-        """Whether it is between two forward passes, or before the first."""
-        return all(steps % len(self.said.layers) == 0 for steps in self.sent)
-
-    @property
-    def done(self) -> bool:
-        return not self.said.standing and all(steps == len(self.said.layers) for steps in self.sent)
-
-    def ahead(self) -> tuple[tuple[int, int], ...]:
-        """The steps that are left of this forward pass, layer by layer; a long one has several runs."""
-        layers, at = self.said.layers, self.sent[0] % len(self.said.layers)
-        last = at + max(1, AHEAD_STEPS // len(self.sent))
-        return tuple((layer, stage) for layer in layers[at:last] for stage in range(len(self.sent)))
 
 
 class MailLane(AnnouncedLane):
@@ -102,8 +40,9 @@ class MailLane(AnnouncedLane):
     ) -> None:
         super().__init__(memory, terms)
         (self._layout, self._mail), self._runs = mail, runs
-        self.alone: Callable[[], bool] = lambda: True  # nobody else wants the rank's steps now
-        self._pass: _Pass | None = None
+        self.company: Callable[[], Company] = lambda: Company.NONE  # who else wants the rank's steps now
+        self.turns = Turns()
+        self._pass: MailPass | None = None
         self._usual: tuple[tuple[int, ...], int] | None = None  # layers and stages of a whole forward pass
         self._padded = 0  # rows of the last run of one
         self._lock = threading.Lock()
@@ -152,7 +91,7 @@ class MailLane(AnnouncedLane):
             under_way.slow = True
             self.yield_steps()
         if under_way.early is not None:
-            self._look_for_early(under_way, now)
+            self._look_for_early(under_way, under_way.early, now)
         with self._lock:
             held = self._runs.makes_room  # others see that this caller wants steps, and wait for nobody
             run = None if self._concluded() or held else self._next_run(under_way, now)
@@ -163,24 +102,53 @@ class MailLane(AnnouncedLane):
         self._runs.begin(run, self, demanded)
         return True
 
-    def yield_steps(self) -> None:
-        """Others want steps: runs that wait for this caller's rows are left, and steps come one by one."""
+    def yield_steps(self, company: Company = Company.CALLS) -> None:
+        """Others want steps: runs that wait for this caller's rows are left, and steps come one by one. Where
+        others take turns, what waits in its turn is left by `leave_turn` alone.
+        """
         with self._lock:
             run = self._pass
-            if run is not None and run.ends is None and run.waits and not self._mail.lane.abort[0]:
-                self._mail.lane.abort[0] = YIELD
+            if run is not None and (run.waits or (run.waiting_turn and company is Company.CALLS)):
+                self._leave(run)
+
+    def leave_turn(self) -> None:
+        """Others' rows are there, and this caller's, whose turn it is, are not."""
+        with self._lock:
+            if (run := self._pass) is not None:
+                self._leave(run)
+
+    def _leave(self, run: MailPass) -> None:
+        """What waits on the device waits no more; what has its rows there is computed. The lock is held."""
+        if run.ends is None and not self._mail.lane.abort[0]:
+            self._mail.say(YIELD)
+
+    @property
+    def waiting_turn(self) -> int:
+        """Of a step that was launched in its turn and waits for its rows; 0: there is none."""
+        with self._lock:
+            return 0 if self._pass is None else self._pass.waiting_turn
+
+    @property
+    def ready_turn(self) -> float:
+        """Of its last run whose rows are there; infinite: it is not launched yet. 0: there is none."""
+        with self._lock:
+            run = self._pass
+            if run is None or run.ends is not None:
+                return 0
+            return math.inf if self._there(run) else run.ready_turn
 
     def _look_for_pass(self, now: float) -> bool:
         before, said = self._last, self._announced()
         if said is None:
             return before != self._last
+        self._mail.interrupted = False
         self._mail.lane.abort[0] = 0
-        self._pass = _Pass(said, [0] * said.stages, now, said.version)
+        self._pass = MailPass(said, [0] * said.stages, now, said.version)
         if self.detached:
             self._end(Status.DETACHED, self.detached)
         return True
 
-    def _next_run(self, run: _Pass, now: float) -> Run | None:
+    def _next_run(self, run: MailPass, now: float) -> Run | None:
         """What is to be launched now; the lock is held. It counts as launched."""
         if not run.flying:
             run.waits = False
@@ -193,15 +161,19 @@ class MailLane(AnnouncedLane):
             if self._mail.lane.abort[0] == YIELD:
                 run.misfits = 0
         if not run.flying and self._mail.lane.abort[0] == YIELD:
-            self._mail.lane.abort[0] = 0
+            self._mail.say(0)
         if run.full:
             return None
-        there = self._there(run)
-        alone = self.alone()
+        there, company = self._there(run), self.company()
+        alone = company is Company.NONE
         if there and run.resting and run.begun:
             run.steady = bool(run.flying) or now - run.answered < self._terms.ahead
         foreseen = alone and self._foreseen(run, there)
         if not there and not foreseen:
+            if company is Company.LANES and (made := self._in_turn(run)) is not None:
+                run.early = {stage: run.sent[stage] for _, stage in made.steps}
+                run.early_turn = self._begins(run, made, now)
+                return made
             self._look_for_late(run, now)
             return None
         few = alone and run.alike and len(there) < len(run.sent)
@@ -224,18 +196,42 @@ class MailLane(AnnouncedLane):
         if together and alone and not run.slow and self._runs.leads(made):
             run.waits, self._padded = True, rows
             if len(there) < len(run.sent):
-                run.early = list(run.sent)
+                run.early, run.early_turn = dict(enumerate(run.sent)), 0
         elif not there:
             return None
         else:
             made = made._replace(steps=((run.layer(there[0]), there[0]),))
+            run.missed = max(0, run.missed - 1)
+        self._begins(run, made, now)
+        return made
+
+    def _begins(self, run: MailPass, made: Run, now: float) -> int:
+        """Counts a run as launched; its turn."""
         run.waited = run.waited if run.flying else now
         for _, stage in made.steps:
             run.sent[stage] += 1
         run.flying, run.begun, run.again, run.since = run.flying + 1, True, False, now
-        return made
+        run.turns = run.turns[1], self.turns.launched(self)
+        return run.turns[1]
 
-    def _foreseen(self, run: _Pass, there: list[int]) -> bool:
+    def _in_turn(self, run: MailPass) -> Run | None:
+        """The next step of a forward pass, to be launched before its rows are there and with as many as its
+        stage had last; None where it is not this lane's turn, or others might wait for long.
+        """
+        runs = self._runs
+        if run.early is not None or run.missed or self._mail.lane.abort[0] or not self.turns.follows(self):
+            return None
+        under_way = [at for at, steps in enumerate(run.sent) if steps % len(run.said.layers)]
+        if not under_way or not self._terms.ahead or not runs.alone or runs.retired:
+            return None  # between two forward passes its caller may rest
+        stage = min(under_way, key=run.sent.__getitem__)
+        count, kind = self._header(stage)
+        padded = padded_rows(min(count, self._layout.rows))
+        rows, step = min(padded, runs.most_rows), (run.layer(stage), stage)
+        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, padded // 2 + 1)
+        return made if runs.recorded(made) else None
+
+    def _foreseen(self, run: MailPass, there: list[int]) -> bool:
         """Whether a forward pass is launched before the rows of all its stages are there, with as many as the
         last one had, of this pass or of one like it, of which the first stage has the most. Not while a
         lane's memory is to be freed.
@@ -252,14 +248,19 @@ class MailLane(AnnouncedLane):
             expected = min(padded_rows(count), self._runs.most_rows) == self._padded
         return between and expected and self._terms.ahead > 0 and not self._runs.retired
 
-    def _look_for_early(self, run: _Pass, now: float) -> None:
+    def _look_for_early(self, run: MailPass, early: dict[int, int], now: float) -> None:
         """Notes that the rows of a run have come that was launched before, or leaves it: its caller rests."""
-        assert run.early is not None
         number, head, box = run.said.number, self.memory.layout.header, self._box
-        there = [box[head(stage) + m.TAG] >= tag_of(number, at) for stage, at in enumerate(run.early)]
+        there = [box[head(stage) + m.TAG] >= tag_of(number, at) for stage, at in early.items()]
         if all(there):
             run.early = None
+            with self._lock:
+                if not run.waits and self._mail.lane.abort[0] == YIELD:
+                    self._mail.say(0)  # it was left as they came
         elif run.flying == 1 and now - run.waited > self._terms.ahead:
+            if run.early_turn:
+                self.leave_turn()
+                return
             run.steady, run.early = False, None
             self._usual = None if any(there) else self._usual  # a stage does not come
             self.yield_steps()
@@ -269,15 +270,15 @@ class MailLane(AnnouncedLane):
         head = self.memory.layout.header(stage)
         return self._box[head + m.COUNT], min(self._box[head + m.KIND], CHOICE + 1)
 
-    def _there(self, run: _Pass) -> list[int]:
+    def _there(self, run: MailPass) -> list[int]:
         """The stages whose next rows have come."""
         return [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
 
-    def _has_tag(self, run: _Pass, stage: int) -> bool:
+    def _has_tag(self, run: MailPass, stage: int) -> bool:
         tag = self._box[self.memory.layout.header(stage) + m.TAG]
         return bool(tag == tag_of(run.said.number, run.sent[stage]))
 
-    def _look_for_late(self, run: _Pass, now: float) -> None:
+    def _look_for_late(self, run: MailPass, now: float) -> None:
         """Ends a pass whose caller is late; a standing one may rest between two forward passes."""
         if run.flying or (run.said.standing and run.resting):
             run.since = now
@@ -294,6 +295,8 @@ class MailLane(AnnouncedLane):
         with self._lock:
             run = self._pass
             assert run is not None
+            if run.turns[2 - run.flying] == run.early_turn:
+                run.early_turn, run.missed = 0, MISSED_STEPS if told.ended == MISFIT else 0
             run.since = run.waited = now = time.monotonic()  # before the count: a look may come in between
             run.answered = now if told.answered else run.answered
             run.flying -= 1

@@ -52,6 +52,13 @@ class Mail:
 
     lane: OwnerLane
     memory: Mapped
+    interrupted: bool = False  # since its pass has begun
+
+    def say(self, word: int) -> None:
+        """Has its kernels that wait read this word, unless they were interrupted, also at the same time."""
+        self.lane.abort[0] = word
+        if self.interrupted:
+            self.lane.abort[0] = ABORT
 
     @property
     def handle(self) -> bytes:
@@ -86,6 +93,9 @@ class MemberRuns:
         self._attached = set[Mail]()
         self._flying = 0
         self._retired: list[Mail] = []  # to be freed when nothing runs
+        self._begun = 0  # runs that are yet to be launched
+        self._full = False  # whether no further run is launched before one has ended
+        self._launches = threading.Condition(self._lock)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +113,7 @@ class MemberRuns:
         return str(torch.cuda.get_device_properties(self._rank.device).uuid)
 
     @property
-    def _alone(self) -> bool:
+    def alone(self) -> bool:
         """Whether runs are launched without the head's word. A group of several that has lost all others but
         this one keeps what carries its rows, whose steps count numbers that the head gives.
         """
@@ -115,13 +125,17 @@ class MemberRuns:
         """After which a run that waits for its caller is left: in a group of several its other members wait
         for it, and none may be taken for late.
         """
-        return math.inf if self._alone else self._rank.served.patience / 2
+        return math.inf if self.alone else self._rank.served.patience / 2
 
     def leads(self, run: Run) -> bool:
         """Whether its steps may be launched before the rows of all are there. In a group of several each has
         run once before: what a step needs is loaded by one whose rows are there.
         """
-        return self._alone or self._runs.known(run)
+        return self.alone or self._runs.known(run)
+
+    def recorded(self, run: Run) -> bool:
+        """Whether it has a graph, and so needs nothing while others wait on the device."""
+        return self._runs.recorded(run)
 
     def check(self, rows: int, patience: float) -> None:
         """Raises CannotRun where steps of so many rows cannot be launched ahead, for which a caller may take
@@ -129,7 +143,7 @@ class MemberRuns:
         """
         if not self._rank.loaded:
             raise CannotRun("this rank has loaded no experts yet; attach again when the service serves")
-        if not self._alone:
+        if not self.alone:
             self._check_group(min(padded_rows(rows), self.most_rows), patience)
 
     def _check_group(self, rows: int, patience: float) -> None:
@@ -197,7 +211,7 @@ class MemberRuns:
         """Whether no run should begin now: a lane's memory is freed when those under way have ended. In a
         group of several it is not waited for: others' runs are under way too.
         """
-        return bool(self._retired) and self._flying > 0 and self._alone
+        return bool(self._retired) and self._flying > 0 and self.alone
 
     @property
     def most_steps(self) -> int:
@@ -213,12 +227,27 @@ class MemberRuns:
 
     def begin(self, run: Run, of: Pass, version: int) -> None:
         """Has a run launched between two steps. version: of the weights that it must have; 0: any."""
-        if self._alone:
+        if self.alone:
+            with self._lock:
+                self._begun += 1
             self._between(lambda: self._launch(run, of, version))
         elif waits := self._closed(run):
             of.lost(waits)
         else:
             self._group.ask(OwnRun(run, of, version))
+
+    def await_launches(self, seconds: float) -> None:
+        """Returns once all runs that were begun are launched, or wait for others to end, or after so many
+        seconds. Who looks for rows meanwhile takes the interpreter from the thread that launches, each time
+        that it calls the driver.
+        """
+        with self._launches:
+            self._launches.wait_for(lambda: self._full or not self._begun, seconds)
+
+    def _note_full(self, *, full: bool) -> None:
+        with self._launches:
+            self._full = full
+            self._launches.notify_all()
 
     def _closed(self, run: Run) -> str:
         """Why no step of the run may be taken now; empty where it may."""
@@ -240,6 +269,7 @@ class MemberRuns:
         """Ends the waits of all runs under way: the group has ended. From any thread."""
         with self._lock:
             for mail in self._attached:
+                mail.interrupted = True
                 mail.lane.abort[0] = ABORT
         self._group.end()
 
@@ -251,23 +281,30 @@ class MemberRuns:
             log.exception("a run of a pass cannot be launched")
             of.lost(f"it cannot be launched: {type(error).__name__}: {error}")
             return
+        finally:
+            with self._launches:
+                self._begun -= 1
+                self._launches.notify_all()
         if launched is None:
             return
         flight, found = launched
         self._flies()
+        self._note_full(full=True)
         try:
             self._finish(lambda: self._ended(flight, of, found))
         except Exception as error:  # what was launched before does not end
             log.exception("a run of a pass is not waited for")
             why = f"{type(error).__name__}: {error}"
             self._over(lambda: of.lost(why))
+        finally:
+            self._note_full(full=False)
 
     def _launched(self, run: Run, of: Pass, version: int) -> tuple[Flight, int] | None:
         """The run that was launched, and its weights; None where `of` was told why it was not."""
         if not self._serving():
             of.lost(ANEW)
             return None
-        if not self._alone:  # it has grown since
+        if not self.alone:  # it has grown since
             of.lost(ANEW)
             return None
         if waits := self._closed(run):

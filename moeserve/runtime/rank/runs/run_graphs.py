@@ -35,7 +35,7 @@ class RunLanes(NamedTuple):
 
 class RunGraphs:
     """Graphs by what they hold, the one that was used last behind all others. One thread uses it, but for
-    `seen`.
+    `seen` and `recorded`.
     """
 
     def __init__(self, most_steps: int = MOST_STEPS, capture: Capture | None = None) -> None:
@@ -66,6 +66,10 @@ class RunGraphs:
         self._seen.clear()
         if self._capture is self._cuda:
             self._capture = self._cuda = CudaCapture()
+
+    def recorded(self, key: Hashable) -> bool:
+        """Whether this has a graph."""
+        return key in self._graphs
 
     def seen(self, key: Hashable) -> bool:
         """Whether this was recorded, or is a single step that was launched."""

@@ -117,7 +117,7 @@ def _key(run: Run) -> _Key:
 
 
 class PassRuns:
-    """Launches runs of one rank's lanes; one thread uses it, but for `lane` and `known`.
+    """Launches runs of one rank's lanes; one thread uses it, but for `lane`, `known` and `recorded`.
 
     Runs follow one another on the stream that they are launched on, and the rank's other steps too. In a
     group of several owners the others launch the same steps, with the same numbers, as `BlankRuns` does.
@@ -170,6 +170,10 @@ class PassRuns:
             self._graphs.seen(key._replace(steps=(step,))) for step in dict.fromkeys(run.steps)
         )
 
+    def recorded(self, run: Run) -> bool:
+        """Whether it is replayed from its graph. From any thread."""
+        return self._graphs.recorded(_key(run))
+
     def lane(self, layout: MailLayout, addresses: tuple[int, int], patience: float) -> OwnerLane:
         """An owner's end of a lane; see OwnerLane. Its kernels are loaded, which waits for the device."""
         with self._lock:
@@ -195,15 +199,11 @@ class PassRuns:
             pinned.append(lane.begun(run.begins))
             lane.state.copy_(pinned[0], non_blocking=True)
         pinned.append(lane.take_pinned())  # now: more of it is had only when nothing waits on the device
-        if run.again:
-            lane.state[Word.ENDED].zero_()
-        if run.again or run.least:
-            lane.state[Word.LEAST].fill_(run.least)
         if run.begins or self._stamps.get(lane) != stamp:
             lane.state[Word.EPOCH].fill_(stamp[0])
             lane.state[Word.VERSION].fill_(stamp[1])
             self._stamps[lane] = stamp
-        self._words.begin(lane.state, self._now, pinned[-1])
+        self._words.begin(lane.state, self._now, pinned[-1], least=run.least, again=run.again)
         self._work(_key(run), number)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

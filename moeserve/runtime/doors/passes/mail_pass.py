@@ -1,0 +1,95 @@
+"""`MailPass`: how far a pass of a caller's GPU has come, as an owner's host knows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from moeserve.proto.passes.mailbox import Status
+from moeserve.runtime.doors.passes.announced import Announcement
+
+AHEAD_STEPS = 512
+"""Of one run: to record it takes the thread of the steps a millisecond for each, and no other step runs."""
+
+MISSED_STEPS = 8
+"""Of a caller that are launched when their rows are there, after one that was launched in its turn had to be
+left: its kernels compute nothing, but others wait for them.
+"""
+
+MOST_FLYING = 2
+"""Runs of one lane that were launched and have not ended; one, as long as nobody knows the weights of a pass
+whose steps must have the same.
+"""
+
+
+@dataclass
+class MailPass:
+    """A pass of a lane of a GPU, and what of it was launched."""
+
+    said: Announcement
+    sent: list[int]  # steps of each stage that were launched
+    since: float  # when its next rows were first wanted
+    version: int
+    flying: int = 0  # runs that have not ended
+    waited: float = 0.0  # since when the first of them has been the next one
+    begun: bool = False  # whether any was launched
+    waits: bool = False  # whether one of them was launched before all of its rows were there
+    slow: bool = False  # a run of this forward pass was left since it waited too long
+    told: tuple[int, ...] | None = None  # steps of each stage that were answered, fewer than were launched
+    misfits: int = 0  # runs in a row that were left where the one before was
+    fitted: list[int] = field(default_factory=list)  # steps of each stage when a run was left last
+    again: bool = False  # the next run begins where one had to stop
+    ends: tuple[Status, str] | None = None
+    answered: float = -math.inf  # when a run ended last that gave answers
+    steady: bool = False  # its caller brings the rows of the next forward pass soon, as it did before
+    early: dict[int, int] | None = None  # by stage: steps before a run that was launched before its rows
+    turns: tuple[int, int] = (0, 0)  # of the last two runs, as `Turns` counts them
+    early_turn: int = 0  # of the run of `early`, where that is one step in its turn; 0: it is a forward pass
+    missed: int = 0  # steps that are launched when their rows are there, since one was left in its turn
+
+    def layer(self, stage: int) -> int:
+        return self.said.layers[self.sent[stage] % len(self.said.layers)]
+
+    def wants(self, stage: int) -> bool:
+        return self.said.standing or self.sent[stage] < len(self.said.layers)
+
+    @property
+    def demanded(self) -> int:
+        """The version of the weights that its next run must have; 0: any."""
+        return self.said.version if self.said.any_weights else self.version
+
+    @property
+    def full(self) -> bool:
+        """Whether no run may be launched before one has ended."""
+        return self.flying >= (MOST_FLYING if self.said.any_weights or self.version else 1)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all stages are at the same step."""
+        return len(set(self.sent)) == 1
+
+    @property
+    def resting(self) -> bool:
+        """Whether it is between two forward passes, or before the first."""
+        return all(steps % len(self.said.layers) == 0 for steps in self.sent)
+
+    @property
+    def done(self) -> bool:
+        return not self.said.standing and all(steps == len(self.said.layers) for steps in self.sent)
+
+    @property
+    def waiting_turn(self) -> int:
+        """Of a step that was launched in its turn and waits for its rows; 0: there is none."""
+        return self.early_turn if self.flying and self.early is not None else 0
+
+    @property
+    def ready_turn(self) -> int:
+        """Of the last run under way that does not wait in its turn; 0: there is none."""
+        under_way = self.turns[2 - self.flying :]
+        return max((turn for turn in under_way if turn != self.waiting_turn), default=0)
+
+    def ahead(self) -> tuple[tuple[int, int], ...]:
+        """The steps that are left of this forward pass, layer by layer; a long one has several runs."""
+        layers, at = self.said.layers, self.sent[0] % len(self.said.layers)
+        last = at + max(1, AHEAD_STEPS // len(self.sent))
+        return tuple((layer, stage) for layer in layers[at:last] for stage in range(len(self.sent)))

@@ -1,0 +1,303 @@
+"""Steps of several callers' GPUs in turns, on a device whose time is counted: who waits for whom."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from mail_callers import AHEAD, PATIENCE, WORDS_ALONE, Caller
+
+from moeserve.dispatch.mail.kernels import ABORT, MISFIT, YIELD
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import tag_of
+from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS
+from moeserve.runtime.doors.passes.turns import Company, Turns
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
+from moeserve.runtime.rank.runs.runs import Run, Told
+
+LAYERS = [3, 5, 3, 5]
+EMPTY, HOME, LAUNCH, TOLD = 2, 1, 4, 3  # ticks: a step without rows, rows and answers on their way, the host
+
+
+@pytest.fixture
+def regions() -> Iterator[Regions]:
+    made = Regions(RegionLimits(max_bytes=1 << 20))
+    yield made
+    made.close()
+
+
+def together(regions: Regions, many: int) -> list[Caller]:
+    """Callers of one rank, none of which is alone."""
+    turns, callers = Turns(), [Caller(regions) for _ in range(many)]
+    for caller in callers:
+        caller.lane.turns, caller.lane.company = turns, lambda: Company.LANES
+        caller.standing(LAYERS, flags=m.ANY_WEIGHTS)
+    return callers
+
+
+def answered(caller: Caller, steps: int) -> None:
+    caller.lane.ran(Told(0, (steps, 0), 1), 1)
+
+
+def test_the_next_step_lies_behind_the_others_before_its_rows_are_there(regions: Regions) -> None:
+    one, two = together(regions, 2)
+    one.bring(0, 0, count=5)
+    assert one.look() and not one.look(), "nobody else has launched since"
+    two.bring(0, 0, count=9)
+    assert two.look()
+    assert one.look()
+    run, _ = one.begun[1]
+    assert (run.steps, run.rows, run.least, run.begins) == (((5, 0),), 8, 5, 0)
+    assert two.look() and not one.look() and not two.look()
+    Turns.leave([one.lane, two.lane])
+    assert not one.aborted and not two.aborted, "the first steps run, and nobody's rows have to wait"
+    answered(one, 1)
+    one.bring(0, 1, count=5)
+    assert one.look(), "two's second lies behind its own"
+    Turns.leave([one.lane, two.lane])
+    assert two.mail.lane.abort[0] == 0, "the first of two's runs"
+    answered(two, 1)
+    answered(one, 2)
+    assert [run.steps[0][0] for run, _ in one.begun] == LAYERS[:3]
+
+
+def test_who_does_not_come_in_its_turn_is_left_when_others_have(regions: Regions) -> None:
+    one, two = together(regions, 2)
+    for caller in (one, two):
+        caller.bring(0, 0)
+        assert caller.look()
+    assert one.look() and two.look()
+    answered(one, 1)
+    answered(two, 1)
+    two.bring(0, 1)
+    two.look()
+    Turns.leave([one.lane, two.lane])
+    assert one.mail.lane.abort[0] == YIELD and not two.aborted
+    one.lane.ran(Told(MISFIT, (1, 0)), 1)
+    assert not one.look() and not one.aborted, "it is launched when its rows are there"
+    for step in range(1, 1 + MISSED_STEPS):
+        one.bring(0, step)
+        assert one.look() and one.begun[-1][0].again is (step == 1)
+        answered(one, step + 1)
+        two.look()
+        two.lane.turns.launched(two.lane)
+        assert one.look() is (step == MISSED_STEPS and (step + 1) % len(LAYERS) != 0)
+
+
+@pytest.mark.parametrize("why", ["calls", "rests", "other members", "no graph", "memory", "no ahead"])
+def test_no_step_is_launched_in_its_turn_where_others_might_wait(regions: Regions, why: str) -> None:
+    one, two = together(regions, 2)
+    one.alone, one.graphs, one.retired = why != "other members", why != "no graph", int(why == "memory")
+    if why == "calls":
+        one.lane.company = lambda: Company.CALLS
+    if why == "no ahead":
+        one.lane._terms = type(one.lane._terms)(**(vars(one.lane._terms) | {"ahead": 0.0}))
+    first = 3 if why == "rests" else 0
+    for step in range(first):
+        one.bring(0, step)
+        one.look()
+        answered(one, step + 1)
+    one.bring(0, first)
+    assert one.look()
+    two.bring(0, 0)
+    assert two.look() and not one.look()
+
+
+def test_calls_and_a_long_rest_end_a_wait(regions: Regions) -> None:
+    for ends in ("calls", "rest"):
+        one, two = together(regions, 2)
+        for caller in (one, two):
+            caller.bring(0, 0)
+            assert caller.look()
+        assert one.look()
+        answered(one, 1)
+        one.lane.yield_steps(Company.LANES)
+        assert not one.aborted
+        if ends == "calls":
+            one.lane.yield_steps(Company.CALLS)
+        else:
+            one.look(AHEAD * 1.5)
+        assert one.mail.lane.abort[0] == YIELD
+
+
+def test_who_is_left_as_its_rows_come_waits_in_later_turns(regions: Regions) -> None:
+    one, two = together(regions, 2)
+    for caller in (one, two):
+        caller.bring(0, 0)
+        assert caller.look()
+    assert one.look()
+    answered(one, 1)
+    one.lane.leave_turn()
+    assert one.mail.lane.abort[0] == YIELD and not one.lane._pass.missed  # type: ignore[union-attr]
+    one.bring(0, 1)
+    two.look()
+    assert one.look() and not one.aborted, "it was not too late"
+    assert one.begun[-1][0].least, "another in its turn"
+
+
+def test_a_stage_that_is_never_used_takes_no_turn(regions: Regions) -> None:
+    turns, callers = Turns(), [Caller(regions) for _ in range(2)]
+    for caller in callers:
+        caller.lane.turns, caller.lane.company = turns, lambda: Company.LANES
+        caller.standing(LAYERS, stages=2, flags=m.ANY_WEIGHTS)
+    one, two = callers
+    for caller in callers:
+        caller.bring(1, 0, count=5)
+        assert caller.look()
+    assert one.look()
+    run, _ = one.begun[-1]
+    assert (run.steps, run.rows, run.least) == (((5, 1),), 8, 5)
+    answered(one, 0)
+    one.bring(0, 0, count=5)
+    assert one.look() and one.lane.ready_turn > one.lane.waiting_turn > 0
+    Turns.leave([one.lane, two.lane])
+    assert one.mail.lane.abort[0] == YIELD, "its other stage came first"
+
+
+def test_who_was_interrupted_is_not_told_to_wait_again(regions: Regions) -> None:
+    one, _ = together(regions, 2)
+    one.mail.interrupted = True
+    one.mail.say(YIELD)
+    assert one.mail.lane.abort[0] == ABORT
+    one.mail.say(0)
+    assert one.mail.lane.abort[0] == ABORT
+    one.standing(LAYERS)
+    one.box[m.GIVEN_UP] = 1
+    one.look()
+    one.look()
+    assert one.lane.in_pass and not one.aborted
+
+
+def test_a_step_of_other_rows_than_the_last_is_launched_anew(regions: Regions) -> None:
+    one, two = together(regions, 2)
+    for caller in (one, two):
+        caller.bring(0, 0, count=5)
+        assert caller.look()
+    assert one.look() and one.begun[-1][0].rows == 8
+    answered(one, 1)
+    one.bring(0, 1, count=30)
+    one.lane.ran(Told(MISFIT, (1, 0)), 1)
+    assert one.look()
+    run, _ = one.begun[-1]
+    assert (run.rows, run.again, run.least, one.ended) == (32, True, 0, None)
+
+
+@dataclass
+class Timed:
+    """A caller whose steps, attention and rests take so many ticks."""
+
+    caller: Caller
+    step_ticks: int
+    attention: Sequence[int]
+    brings_at: int = 0
+    brought: int = 0
+    waits: list[int] = field(default_factory=list)  # from its rows to its answers
+    overtaken: list[int] = field(default_factory=list)  # steps of others that began meanwhile
+
+    def bring(self, now: int) -> None:
+        if self.brings_at == now and self.brought < 40:
+            self.caller.bring(0, self.brought, count=5)
+            self.brought, self.since = self.brought + 1, now
+            self.overtaken.append(0)
+
+    def answer(self, now: int) -> None:
+        self.waits.append(now - self.since)
+        self.brings_at = now + HOME + self.attention[self.brought % len(self.attention)]
+
+
+class Device:
+    """Runs of several callers, one after another, as kernels and an owner's host would have them."""
+
+    def __init__(self, sides: list[Timed]) -> None:
+        self.sides, self.queue = sides, deque[tuple[int, Timed, Run]]()  # with when it is on the device
+        self.told = deque[tuple[int, Timed, Told]]()
+        self.ends_at, self.running = 0, False
+        self.answers = {id(side): 0 for side in sides}
+        self.ended: set[int] = set()  # lanes whose last run was left
+        self.seen = {id(side): 0 for side in sides}
+
+    def tick(self, now: int) -> None:
+        for side in self.sides:
+            side.bring(now)
+        self._device(now)
+        while self.told and self.told[0][0] <= now:
+            _, side, told = self.told.popleft()
+            side.caller.lane.ran(told, 1)
+        for side in self.sides:
+            side.caller.look(now * 1e-6)
+            for run, _ in side.caller.begun[self.seen[id(side)] :]:
+                self.queue.append((now + LAUNCH, side, run))
+            self.seen[id(side)] = len(side.caller.begun)
+        Turns.leave([side.caller.lane for side in self.sides])
+
+    def _device(self, now: int) -> None:
+        if self.running and now == self.ends_at:
+            self.running = False
+            _, side, run = self.queue.popleft()
+            if id(side) in self.ended:
+                told = Told(MISFIT, (self.answers[id(side)], 0))
+            else:
+                self.answers[id(side)] += 1
+                told = Told(0, (self.answers[id(side)], 0), 1)
+                side.answer(now)
+            self.told.append((now + TOLD, side, told))
+        if self.running or not self.queue or self.queue[0][0] > now:
+            return
+        _, side, run = self.queue[0]
+        if run.again:
+            self.ended.discard(id(side))
+        caller, at = side.caller, self.answers[id(side)]
+        there = caller.box[WORDS_ALONE.header(0) + m.TAG] == tag_of(caller.number, at)
+        if id(side) not in self.ended and not there:
+            if not caller.aborted:
+                return
+            self.ended.add(id(side))
+        empty = id(side) in self.ended
+        self.running, self.ends_at = True, now + (EMPTY if empty else side.step_ticks)
+        if not empty:
+            for other in self.sides:
+                if other is not side and other.brought > self.answers[id(other)]:
+                    other.overtaken[-1] += 1
+
+
+@pytest.mark.parametrize("many", [2, 3])
+@pytest.mark.parametrize("attention", [(0,), (15,), (0, 90, 3), (60, 0, 0, 0)])
+def test_all_steps_are_answered_and_nobody_is_overtaken_twice(
+    regions: Regions, many: int, attention: tuple[int, ...]
+) -> None:
+    callers = together(regions, many)
+    sizes = (10, 40, 25)[:many]
+    sides = [
+        Timed(caller, ticks, attention[at:] + attention[:at])
+        for at, (caller, ticks) in enumerate(zip(callers, sizes, strict=True))
+    ]
+    device, now = Device(sides), 0
+    while any(len(side.waits) < 40 for side in sides):
+        device.tick(now)
+        now += 1
+        assert now < 40_000, [len(side.waits) for side in sides]
+    for side in sides:
+        assert side.caller.ended is None
+        rest = [found for at, found in enumerate(side.overtaken) if at % len(LAYERS)]
+        assert max(rest) <= 2 * (many - 1), "in a turn that it has missed others go twice"
+    if attention == (0,):
+        small = [waited for at, waited in enumerate(sides[0].waits) if at > 8 and at % len(LAYERS) > 1]
+        assert max(small) <= sum(sizes) + many * HOME, "no host is between two steps"
+
+
+def test_callers_of_any_pace_are_answered(regions: Regions) -> None:
+    chance = random.Random(7)
+    for _ in range(12):
+        callers = together(regions, 3)
+        sides = [
+            Timed(caller, chance.randrange(3, 50), [chance.choice((0, 0, 5, 30, 200)) for _ in range(7)])
+            for caller in callers
+        ]
+        device, now = Device(sides), 0
+        while any(len(side.waits) < 40 for side in sides):
+            device.tick(now)
+            now += 1
+            assert now < 80_000 and now * 1e-6 < PATIENCE
