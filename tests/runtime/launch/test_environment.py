@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -65,3 +68,23 @@ def test_ranks_that_only_meet_by_their_group_form_it_by_gloo(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = Config().with_values({"parallel.data_parallel_size": 2, "plan.all2all_backend": named})
     assert environment.group_backend(config, machine_named("h100", ()), on_host) == backend
+
+
+TUNED = """
+import gc
+from moeserve.runtime.launch.environment import tune_process
+imported = len(gc.get_objects())
+tune_process()
+held = [[] for _ in range(10)]
+left = {id(one) for one in gc.get_objects()}
+print(imported, gc.get_freeze_count(), all(id(one) in left for one in held), len(left))
+"""
+
+
+def test_what_a_process_has_imported_is_left_out_of_collections() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", TUNED], capture_output=True, text=True, check=True, timeout=60
+    )
+    imported, frozen, looked_at, left = said.stdout.split()
+    assert int(frozen) >= int(imported) > 10_000
+    assert looked_at == "True" and int(left) < int(imported) / 10, "what comes later is looked at"
