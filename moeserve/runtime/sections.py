@@ -171,7 +171,9 @@ class ClusterConfig:
     spin_seconds: float = 0.0  # that a reader of a ring looks again and again; only with cores to spare
     head_seconds: float = 60.0  # for which ranks look for a head that has ended; then they stop
     recover_seconds: float = 5.0  # for which a head that starts again waits for the ranks of the one before
+    others_first_seconds: float = 0.5  # before a lost rank is started again while others go on without it
     spares: int = 0  # actors under Ray that have imported all and hold no weights; one takes a lost seat
+    spare_rest_seconds: float = 30.0  # after one took a seat, without another, unless all members serve
 
 
 @dataclass(frozen=True)

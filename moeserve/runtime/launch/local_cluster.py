@@ -51,7 +51,7 @@ class LocalRanks:
         self._config, self._head, self._context = config, head, context
         self._ranks = config.parallel.mesh.ranks
         self._processes: dict[int, Child] = {}
-        self._restarts = Restarts()
+        self._restarts = Restarts(config.cluster.others_first_seconds)
         self._processes_watch = ProcessWatch()
         self._began: dict[int, float] = {}  # rank -> when its process was started
         self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end

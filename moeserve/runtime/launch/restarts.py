@@ -9,18 +9,16 @@ from collections.abc import Callable
 from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.sections import ClusterConfig
 
-OTHERS_FIRST_SECONDS = 0.5
-"""For which a rank is not started again while others go on without it: callers wait for them meanwhile, and a
-start takes cores and memory from them.
-"""
-
 
 class Restarts:
     """When ranks that ended are started again: at once where they had joined a group, else after a pause that
     doubles.
+
+    others_first: seconds for which a rank is not started again while others go on without it.
     """
 
-    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+    def __init__(self, others_first: float, draw: Callable[[], float] = random.random) -> None:
+        self._others_first = others_first
         self._backoffs: defaultdict[int, Backoff] = defaultdict(lambda: Backoff(draw))
         self._joined = set[int]()  # ranks whose process has joined a generation
         self._due: dict[int, float] = {}  # rank -> when to start it, of those that ended
@@ -37,7 +35,7 @@ class Restarts:
         """
         if rank in self._due:
             return None
-        pause = OTHERS_FIRST_SECONDS if state in ("preparing", "joining", "serving") else 0.0
+        pause = self._others_first if state in ("preparing", "joining", "serving") else 0.0
         if rank not in self._joined:
             pause = self._backoffs[rank].next()
         self._joined.discard(rank)

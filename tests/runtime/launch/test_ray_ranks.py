@@ -10,6 +10,7 @@ import pytest
 
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.on_ray import node_watches, ray_ranks
+from moeserve.runtime.sections import ClusterConfig
 
 SECONDS = 10.0
 
@@ -19,7 +20,7 @@ def actors() -> Any:
     """Actors of a group without a rank; a test puts its own in their place."""
     told = list[dict[int, RankProcess]]()
     head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append, wanted=set)
-    cluster = SimpleNamespace(spares=0, begin_seconds=SECONDS)
+    cluster = ClusterConfig(begin_seconds=SECONDS)
     config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)), cluster=cluster)
     nobody: Any = None
     return ray_ranks.RankActors(config, head, nobody, {})

@@ -10,6 +10,8 @@ from ray.exceptions import RayActorError
 from moeserve.runtime.launch.on_ray import ray_spares
 from moeserve.runtime.launch.on_ray.ray_rank import NO_GPU, Placed
 
+REST_SECONDS = 20.0
+
 
 class Call:
     """A method of a fake actor; its calls are answered once the actor is ready."""
@@ -37,7 +39,9 @@ class Made:
         self.actors = list[Actor]()
         self.killed = list[tuple[Actor, Placed | None]]()
         self.spares = ray_spares.Spares(
-            wanted, 2, 30.0, self.create, lambda handle, place: self.killed.append((handle, place))
+            ray_spares.SpareTerms(wanted, 2, 30.0, REST_SECONDS),
+            self.create,
+            lambda handle, place: self.killed.append((handle, place)),
         )
 
     def create(self, bundle: int) -> Actor:
@@ -106,7 +110,7 @@ def test_another_is_made_when_all_serve_again_or_that_takes_long(fake_ray: dict[
     fake_ray["now"] = 5.0
     assert made.spares.take("node 0") is not None
     made.spares.keep(whole=False)
-    fake_ray["now"] = 5.0 + ray_spares.REST_SECONDS - 0.1
+    fake_ray["now"] = 5.0 + REST_SECONDS - 0.1
     made.spares.keep(whole=False)
     assert len(made.actors) == 1
     made.spares.keep(whole=True)
@@ -114,7 +118,7 @@ def test_another_is_made_when_all_serve_again_or_that_takes_long(fake_ray: dict[
     made.actors[1].ready = True
     made.spares.keep(whole=False)
     assert made.spares.take("node 1") is not None
-    fake_ray["now"] += ray_spares.REST_SECONDS
+    fake_ray["now"] += REST_SECONDS
     made.spares.keep(whole=False)
     assert len(made.actors) == 3
 

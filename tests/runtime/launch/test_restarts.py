@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.runtime.launch.restarts import OTHERS_FIRST_SECONDS, Restarts
+from moeserve.runtime.launch.restarts import Restarts
 
 
 def test_a_rank_that_cannot_start_is_started_ever_more_rarely() -> None:
-    restarts, now, starts = Restarts(draw=lambda: 1.0), 0.0, list[float]()
+    restarts, now, starts = Restarts(0.5, draw=lambda: 1.0), 0.0, list[float]()
     while now < 25.0:  # each process ends at once
         restarts.ended(3, now)
         if restarts.due(3, now):
@@ -20,7 +20,7 @@ def test_a_rank_that_cannot_start_is_started_ever_more_rarely() -> None:
 
 
 def test_a_rank_that_had_joined_is_started_at_once_and_its_failures_are_forgotten() -> None:
-    restarts = Restarts(draw=lambda: 1.0)
+    restarts = Restarts(0.5, draw=lambda: 1.0)
     assert restarts.ended(0, 0.0) == 0.1
     assert restarts.ended(0, 0.05) is None
     assert not restarts.due(0, 0.05)
@@ -35,8 +35,8 @@ def test_a_rank_that_had_joined_is_started_at_once_and_its_failures_are_forgotte
 
 @pytest.mark.parametrize("state", ["preparing", "joining", "serving"])
 def test_others_that_go_on_come_first(state: str) -> None:
-    restarts = Restarts(draw=lambda: 1.0)
+    restarts = Restarts(0.5, draw=lambda: 1.0)
     restarts.joined(0)
-    assert restarts.ended(0, 5.0, state) == OTHERS_FIRST_SECONDS
-    assert not restarts.due(0, 5.0) and restarts.due(0, 5.0 + OTHERS_FIRST_SECONDS)
+    assert restarts.ended(0, 5.0, state) == 0.5
+    assert not restarts.due(0, 5.0) and restarts.due(0, 5.5)
     assert restarts.ended(0, 6.0, state) == 0.1, "the next process has not joined"

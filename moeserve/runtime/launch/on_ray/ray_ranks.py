@@ -28,7 +28,7 @@ from moeserve.runtime.launch.head_process import Head
 from moeserve.runtime.launch.on_ray.niceness import workers_environment
 from moeserve.runtime.launch.on_ray.node_watches import Looks, NodeWatches, first_line, is_ready
 from moeserve.runtime.launch.on_ray.ray_rank import ALL_GPUS, NO_GPU, Placed, RankActor
-from moeserve.runtime.launch.on_ray.ray_spares import Spares
+from moeserve.runtime.launch.on_ray.ray_spares import Spares, SpareTerms
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 
 log = logging.getLogger(__name__)
@@ -66,11 +66,12 @@ class RankActors:
         self._group, self._resources = group, resources
         self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
         self._last: dict[int, _Actor] = {}  # by rank: the one that ended last
-        ranks, begin = config.parallel.mesh.ranks, config.cluster.begin_seconds
+        cluster, ranks = config.cluster, config.parallel.mesh.ranks
         self._niceness = workers_environment()
-        self._spares = Spares(config.cluster.spares, ranks, begin, self._create_spare, self._end_spare)
-        self._watches = NodeWatches(begin, self._processes, self._take_looks, self._lose_node)
-        self._restarts = Restarts()
+        terms = SpareTerms(cluster.spares, ranks, cluster.begin_seconds, cluster.spare_rest_seconds)
+        self._spares = Spares(terms, self._create_spare, self._end_spare)
+        self._watches = NodeWatches(cluster.begin_seconds, self._processes, self._take_looks, self._lose_node)
+        self._restarts = Restarts(cluster.others_first_seconds)
         self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._given_up: deque[RankProcess] = deque()  # as the head says
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -16,10 +16,17 @@ from moeserve.runtime.launch.on_ray.ray_rank import Placed
 
 log = logging.getLogger(__name__)
 
-REST_SECONDS = 30.0
-"""After a spare has taken a seat, in which none is created unless all members serve: the one that comes back
-loads and joins, and imports would take the cores that it and the others need.
-"""
+
+class SpareTerms(NamedTuple):
+    """How many spares there are to be, and when they are made."""
+
+    wanted: int
+    bundles: int  # of the ranks, over which they are spread
+    begin_seconds: float  # for one to be warm
+    rest_seconds: float
+    """After one has taken a seat, in which none is made unless all members serve: the one that comes back
+    loads and joins, and imports would take the cores that it and the others need.
+    """
 
 
 @dataclass(eq=False)
@@ -34,22 +41,17 @@ class Spare:
 
 
 class Spares:
-    """As many as `wanted`, one after another, spread over the bundles of the ranks. Not thread-safe.
+    """As many as are wanted, one after another, spread over the bundles of the ranks. Not thread-safe.
 
     A spare reserves nothing: it takes the seat of a rank whose bundle's resources that one's end has freed,
     and its GPU, so it has to be on that rank's node. create: makes an actor on the node of a bundle. kill:
-    ends an actor's process there, by the node's watch. begin_seconds: for a spare to be warm.
+    ends an actor's process there, by the node's watch.
     """
 
     def __init__(
-        self,
-        wanted: int,
-        bundles: int,
-        begin_seconds: float,
-        create: Callable[[int], Any],
-        kill: Callable[[Any, Placed | None], None],
+        self, terms: SpareTerms, create: Callable[[int], Any], kill: Callable[[Any, Placed | None], None]
     ) -> None:
-        self._wanted, self._bundles, self._begin_seconds = wanted, bundles, begin_seconds
+        self._terms = terms
         self._create, self._kill = create, kill
         self._spares: list[Spare] = []
         self._made = 0
@@ -69,10 +71,10 @@ class Spares:
             if spare.place is None and (why := self._why_not(spare)):
                 log.warning("a spare is ended: %s", why)
                 self._drop(spare)
-        rests = not whole and time.monotonic() - self._taken_at < REST_SECONDS
+        rests = not whole and time.monotonic() - self._taken_at < self._terms.rest_seconds
         warming = any(spare.place is None for spare in self._spares)
-        if len(self._spares) < self._wanted and not warming and not rests:
-            handle = self._create(self._made % self._bundles)
+        if len(self._spares) < self._terms.wanted and not warming and not rests:
+            handle = self._create(self._made % self._terms.bundles)
             self._made += 1
             now = time.monotonic()
             self._spares.append(Spare(handle, handle.place.remote(), handle.warm.remote(), now))
@@ -107,8 +109,10 @@ class Spares:
         """Why a spare will not be warm; empty where it is, or may still be."""
         done, _ = ray.wait([spare.placed, spare.warm], num_returns=2, timeout=0)
         if len(done) < 2:
-            late = time.monotonic() - spare.since > self._begin_seconds
-            return f"it is not warm within cluster.begin_seconds = {self._begin_seconds:g}" if late else ""
+            late = time.monotonic() - spare.since > self._terms.begin_seconds
+            return (
+                f"it is not warm within cluster.begin_seconds = {self._terms.begin_seconds:g}" if late else ""
+            )
         try:
             ray.get(spare.warm)
             spare.place = Placed(*ray.get(spare.placed))
