@@ -3,11 +3,11 @@
 import re
 import struct
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from compiler import needs_nvrtc
 
 from moeserve.device.arguments import Argument, Arguments, TensorMap
 from moeserve.dispatch.mail import kernels as mail
@@ -150,8 +150,7 @@ def test_the_compiler_lays_a_struct_out_as_it_is_packed(
 ) -> None:
     made = ALL[name]
     assert made.text.count("static_assert") == len(made.fields) + 1
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    needs_nvrtc()
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

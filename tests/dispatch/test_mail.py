@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.resources import files
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from compiler import needs_nvrtc
 
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Program
@@ -203,8 +203,7 @@ def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
 
 
 def test_all_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    needs_nvrtc()
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

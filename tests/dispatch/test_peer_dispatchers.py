@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler import needs_nvrtc
 from parallel import parallel_launch
 from peer_ranks import DELAY, PATIENCE, everything, number_after_seven, spec, two_streams
 
@@ -151,8 +151,7 @@ def test_the_kernels_compile(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    needs_nvrtc()
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import needs_nvrtc
 from error_model import bound_of, settled_rows
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 
@@ -58,8 +58,7 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("module", [prefill, prefill_wide], ids=["prefill", "prefill_wide"])
 def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    needs_nvrtc()
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -1,12 +1,12 @@
 """The kernel for some rows a slot on four-bit weights: its forms without a GPU, its numbers on one."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler import needs_nvrtc
 from error_model import bound_of
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
@@ -39,8 +39,7 @@ def test_every_form_fits_a_multiprocessor_and_has_a_ring(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", ALL_ROWS)
 def test_every_form_compiles(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    needs_nvrtc()
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -1,11 +1,11 @@
 """The kernel for few rows a slot: its forms without a GPU, its numbers on one."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from compiler import needs_nvrtc
 from error_model import bound_of, settled_rows
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 
@@ -65,8 +65,7 @@ def test_a_rank_meets_every_tile_before_it_serves(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", few.KINDS)
 def test_every_form_compiles(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    needs_nvrtc()
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -2,12 +2,12 @@
 
 import itertools
 from dataclasses import replace
-from importlib.util import find_spec
 from math import ceil, inf
 from pathlib import Path
 
 import pytest
 import torch
+from compiler import needs_nvrtc
 from error_model import bound_of, settled_rows
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
@@ -191,8 +191,7 @@ def forms(plan: CodesPlan) -> list[PrefillCodesForm]:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_every_form_compiles(plan: CodesPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    needs_nvrtc()
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
