@@ -195,7 +195,7 @@ class PassesConfig:
     lanes: int = 8  # attached to one rank at once; 0: none
     lane_bytes: int = 256 << 20  # of shared memory, of one lane
     patience_seconds: float = 2.0  # for the rows of a step that is next; then the pass ends
-    ahead_seconds: float = 0.02  # that a forward pass launched before its rows may wait for them; 0: none is
+    ahead_seconds: float = 0.02  # that what was launched before its rows may wait for them; 0: nothing is
     graph_steps: int = 4096  # that a GPU rank keeps recorded, over all runs of passes; 0: none is recorded
     share_gpu: bool = False  # processes may share a GPU: a caller's and a rank's, and ranks; they take turns
 

@@ -38,6 +38,15 @@ def together(regions: Regions, many: int) -> list[Caller]:
     return callers
 
 
+def both_begun(regions: Regions, count: int = 2) -> list[Caller]:
+    """Two callers whose first steps are launched, one behind the other's, of so many rows."""
+    callers = together(regions, 2)
+    for caller in callers:
+        caller.bring(0, 0, count=count)
+        assert caller.look()
+    return callers
+
+
 def answered(caller: Caller, steps: int) -> None:
     caller.lane.ran(Told(0, (steps, 0), 1), 1)
 
@@ -65,10 +74,7 @@ def test_the_next_step_lies_behind_the_others_before_its_rows_are_there(regions:
 
 
 def test_who_does_not_come_in_its_turn_is_left_when_others_have(regions: Regions) -> None:
-    one, two = together(regions, 2)
-    for caller in (one, two):
-        caller.bring(0, 0)
-        assert caller.look()
+    one, two = both_begun(regions)
     assert one.look() and two.look()
     answered(one, 1)
     answered(two, 1)
@@ -108,10 +114,7 @@ def test_no_step_is_launched_in_its_turn_where_others_might_wait(regions: Region
 
 def test_calls_and_a_long_rest_end_a_wait(regions: Regions) -> None:
     for ends in ("calls", "rest"):
-        one, two = together(regions, 2)
-        for caller in (one, two):
-            caller.bring(0, 0)
-            assert caller.look()
+        one, _ = both_begun(regions)
         assert one.look()
         answered(one, 1)
         one.lane.yield_steps(Company.LANES)
@@ -124,10 +127,7 @@ def test_calls_and_a_long_rest_end_a_wait(regions: Regions) -> None:
 
 
 def test_who_is_left_as_its_rows_come_waits_in_later_turns(regions: Regions) -> None:
-    one, two = together(regions, 2)
-    for caller in (one, two):
-        caller.bring(0, 0)
-        assert caller.look()
+    one, two = both_begun(regions)
     assert one.look()
     answered(one, 1)
     one.lane.leave_turn()
@@ -172,10 +172,7 @@ def test_who_was_interrupted_is_not_told_to_wait_again(regions: Regions) -> None
 
 
 def test_a_step_of_other_rows_than_the_last_is_launched_anew(regions: Regions) -> None:
-    one, two = together(regions, 2)
-    for caller in (one, two):
-        caller.bring(0, 0, count=5)
-        assert caller.look()
+    one, _ = both_begun(regions, count=5)
     assert one.look() and one.begun[-1][0].rows == 8
     answered(one, 1)
     one.bring(0, 1, count=30)

@@ -7,7 +7,7 @@ import torch
 ELEMENTS = 1 << 29  # of float32: 2 GiB, far more than a GPU's caches hold
 ROUNDS = 6  # of calibrating
 LAUNCHES = 20  # of a graph
-SUSTAINED = 0.25e6  # microseconds of one measurement: a GPU that has rested is faster at first
+SUSTAINED = 0.25e6  # microseconds of one measurement
 FIRST_RATE = 2.5e6 / 4  # elements a microsecond
 CLOSE = 0.01
 

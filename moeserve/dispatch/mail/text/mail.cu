@@ -25,7 +25,7 @@ enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
 #define WARP 32
 #define LANE_WORDS 32 // of a table, or a state
 #define SHARE 896    // 16-byte words of rows for which a block more pays
-#define POLLS 64     // of a tag, between two looks at the host's word, which is read over PCIe; a block's first one looks, too
+#define POLLS 64     // of a tag, between two looks at the host's word, which is read over PCIe; a block's first one looks
 #define LONGEST_POST 1000000000  // nanoseconds
 #define AT_ONCE 4    // words that a thread asks for before it waits for the first
 
@@ -518,8 +518,8 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
 // -- both ---------------------------------------------------------------------------------------------------
 
 // Begins a run: the words of the lane whose run it is come to those that all kernels of the owner read, and with them
-// where the host is told of them in the end. `again`: steps before it were left, whose end is not the pass's. Where a launch has failed behind a take, the post before that may not be
-// over, which writes to those that are copied over.
+// where the host is told of them in the end. `again`: steps before it were left, whose end is not the pass's. Where a launch
+// has failed behind a take, the post before that may not be over, which writes to those that are copied over.
 extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments args) {
   if (threadIdx.x == 0) await_posts(args.to, word(args.to, TOOK));
   __syncthreads();

@@ -247,7 +247,8 @@ class MemberRuns:
     def _note_full(self, *, full: bool) -> None:
         with self._launches:
             self._full = full
-            self._launches.notify_all()
+            if full and self._begun:
+                self._launches.notify_all()
 
     def _closed(self, run: Run) -> str:
         """Why no step of the run may be taken now; empty where it may."""
