@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from moeserve.dispatch.mail.kernels import ABORT, MISFIT, YIELD
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import tag_of
 from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS
-from moeserve.runtime.doors.passes.turns import Company, Turns
+from moeserve.runtime.doors.passes.turns import RECENT, Company, Turns
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.runs.runs import Run, Told
 
@@ -180,6 +182,25 @@ def test_a_step_of_other_rows_than_the_last_is_launched_anew(regions: Regions) -
     assert one.look()
     run, _ = one.begun[-1]
     assert (run.rows, run.again, run.least, one.ended) == (32, True, 0, None)
+
+
+def test_a_lane_that_has_gone_is_not_kept_for_its_turn() -> None:
+    class Lane:
+        pass
+
+    turns, lane = Turns(), Lane()
+    gone = weakref.ref(lane)
+    turns.launched(lane)
+    del lane
+    gc.collect()
+    assert gone() is None
+    other, third = Lane(), Lane()
+    turns.launched(other)
+    turns.launched(third)
+    assert not turns.follows(third)
+    for _ in range(RECENT):
+        turns.launched(other)
+    assert turns.follows(third) and not turns.follows(other), "it launches no more, and nobody waits for it"
 
 
 @dataclass

@@ -46,19 +46,18 @@ class Turns:
 
     def __init__(self) -> None:
         self._count = 0
-        self._recent = deque[object](maxlen=RECENT)  # the lanes that have launched, the last one behind
+        self._recent = deque[int](maxlen=RECENT)  # lanes that have launched, by id: none is kept for it
 
     def launched(self, lane: object) -> int:
         """Notes that `lane` has a run launched; its turn, from 1."""
         self._count += 1
-        self._recent.append(lane)
+        self._recent.append(id(lane))
         return self._count
 
     def follows(self, lane: object) -> bool:
         """Whether all others that have launched lately have done so since `lane` did: it is its turn."""
-        others = {id(one) for one in self._recent if one is not lane}
-        since = takewhile(lambda one: one is not lane, reversed(self._recent))
-        return bool(others) and others == {id(one) for one in since}
+        others = {one for one in self._recent if one != id(lane)}
+        return bool(others) and others == set(takewhile(lambda one: one != id(lane), reversed(self._recent)))
 
     @staticmethod
     def leave(lanes: Iterable[TakesTurns]) -> None:
