@@ -59,7 +59,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Compiles the kernels' CUDA C++ for Hopper, without a GPU: two minutes on two cores, and a download of 90 MB.
+# Compiles the kernels' CUDA C++ for Hopper, without a GPU: four minutes on two cores, and a download of 90 MB.
 # The compiler stays out of .venv, where `make test` would find it.
 NVRTC := .nvrtc
 kernels: $(STAMP) $(NVRTC)
