@@ -81,16 +81,46 @@ class AttachedDevice:
 
     def submit(self, layer: int, rows: Rows) -> int:
         """As `Way.submit`. Raises RuntimeError where all stages are busy."""
+        with torch.cuda.device(self._device):
+            number, stage, given = self._begun(layer, rows)
+            self._kernels.bring(stage, layer, given, self._header_at(stage))
+        return number
+
+    def wait(self, number: int) -> Tensor:
+        """As `Way.wait`; only the current stream waits."""
+        with torch.cuda.device(self._device):
+            stage, out, dtype = self._answered(number)
+            self._kernels.fetch(stage, out)
+        return out.to(dtype)
+
+    def exchange(self, layer: int, rows: Rows, number: int) -> tuple[int, Tensor]:
+        """As `ways.exchange`, by one kernel where the rows are few."""
+        with torch.cuda.device(self._device):
+            begun, stage, given = self._begun(layer, rows)
+            if number not in self._calls:  # its pass was left just now: the rows come, and `number` fails
+                self._kernels.bring(stage, layer, given, self._header_at(stage))
+            fetched, out, dtype = self._answered(number)
+            self._kernels.exchange(stage, layer, given, self._header_at(stage), (fetched, out))
+        return begun, out.to(dtype)
+
+    def _begun(self, layer: int, rows: Rows) -> tuple[int, int, Given]:
+        """The number of a call that is under way now, its stage, and what is brought."""
         self._check(layer, rows)
         now = self._rounds.at(layer)
-        with torch.cuda.device(self._device):
-            given = self._given(rows)
-            stage = self._stage_at(layer, self._free(now))
-            self._follow_stream(stage)
-            self._kernels.bring(stage, layer, given, self._header_at(stage))
+        given = self._given(rows)
+        stage = self._stage_at(layer, self._free(now))
+        self._follow_stream(stage)
         self._numbers += 1
         self._calls[self._numbers] = stage, rows.hidden, now
-        return self._numbers
+        return self._numbers, stage, given
+
+    def _answered(self, number: int) -> tuple[int, Tensor, torch.dtype]:
+        """The stage of a call that is under way no more, memory for its answer, and what that becomes."""
+        if number not in self._calls:
+            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+        stage, hidden, _ = self._calls.pop(number)
+        self._follow_stream(stage)
+        return stage, torch.empty(hidden.shape, dtype=self._layout.dtype, device=self._device), hidden.dtype
 
     def _free(self, now: int) -> list[int]:
         """Stages without a call under way; where calls of earlier forward passes have all, these are left."""
@@ -115,17 +145,6 @@ class AttachedDevice:
         if before is not None and before != now:
             now.wait_stream(before)
         self._streams[stage] = now
-
-    def wait(self, number: int) -> Tensor:
-        """As `Way.wait`; only the current stream waits."""
-        if number not in self._calls:
-            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
-        stage, hidden, _ = self._calls.pop(number)
-        with torch.cuda.device(self._device):
-            self._follow_stream(stage)
-            out = torch.empty(hidden.shape, dtype=self._layout.dtype, device=self._device)
-            self._kernels.fetch(stage, out)
-        return out.to(hidden.dtype)
 
     def check(self) -> None:
         """Waits for the device. Raises what a pass has ended with since the last time: PassLate, Unavailable
@@ -178,7 +197,7 @@ class AttachedDevice:
             lane, self._lane = self._lane, None
         self._close_gone(wait=True)
         if lane is not None:
-            self._close_lane(lane)
+            lane.close()
 
     def _ended(self) -> MoeError | None:
         """What the pass has ended with, for the device or for the rank; None while it runs. Nothing of it is
@@ -351,14 +370,7 @@ class AttachedDevice:
         """
         for lane in [lane for lane in self._gone if wait or lane.left]:
             self._gone.remove(lane)
-            self._close_lane(lane)
-
-    def _close_lane(self, lane: CallerLane) -> None:
-        try:
-            with torch.cuda.device(self._device):
-                lane.close()
-        except RuntimeError:  # what was asked for has another lane, or none
-            log.exception("memory of a device lane is not freed")
+            lane.close()
 
     def _made(self, layout: MailLayout, wire: str) -> tuple[CallerLane, CallerKernels]:
         """A lane, and the kernels for its layout."""

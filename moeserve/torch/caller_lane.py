@@ -49,6 +49,7 @@ class CallerLane:
     def __init__(self, attach: Attach, layout: MailLayout, device: torch.device, rows_wire: str) -> None:
         self._leaving: threading.Thread | None = None
         self._over = False  # whether the rank writes no answer any more
+        self._device = device
         uuid = torch.cuda.get_device_properties(device).uuid
         with ExitStack() as undone:
             self.answers: Mapped = memory_on(str(device), layout.answers_bytes)
@@ -87,13 +88,19 @@ class CallerLane:
 
     def close(self) -> None:
         """Leaves it, where that is yet to be done, and frees its memory; what the rank may still write to
-        stays allocated.
+        stays allocated, and what cannot be freed, which is logged.
         """
         if self._leaving is None:
             self.leave()
         assert self._leaving is not None
         self._leaving.join()  # which waits for no longer than it rests and detaches
-        with ExitStack() as all_of_it:
+        try:
+            self._free()
+        except RuntimeError:  # whoever closes it has another lane, or none
+            log.exception("memory of a device lane is not freed")
+
+    def _free(self) -> None:
+        with torch.cuda.device(self._device), ExitStack() as all_of_it:
             if self._over:
                 all_of_it.callback(self.answers.close)
             else:

@@ -54,6 +54,21 @@ class MoeExperts(nn.Module):
         mixed: Tensor = ops.wait_experts(self.way.order, ticket.number, flat, self._number)
         return mixed.reshape(hidden.shape)
 
+    def exchange(
+        self, ticket: Ticket, hidden: Tensor, route: Tensor, weights: Tensor | None = None
+    ) -> tuple[Ticket, Tensor]:
+        """Begins a call as `submit` does, and returns its ticket with the answer of `ticket`, as `wait` does:
+        of other rows of the batch, which have their attention next. From a GPU to a GPU it is one kernel.
+        """
+        rows, before = _flat(hidden, route, weights), ticket.hidden
+        flat = before.reshape(-1, before.shape[-1])
+        number: Tensor
+        mixed: Tensor
+        number, mixed = ops.exchange_experts(
+            self.way.order, *rows, ticket.number, flat, self._number, self.layer
+        )
+        return Ticket(number, hidden), mixed.reshape(before.shape)
+
     def extra_repr(self) -> str:
         """What is printed of it."""
         return f"layer={self.layer}, way={type(self.way).__name__}"

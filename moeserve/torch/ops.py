@@ -1,6 +1,7 @@
 """What compiled graphs see of experts: operators without a body to look into.
 
-`moeserve::mixed_experts` is one call, `moeserve::submit_experts` and `moeserve::wait_experts` are its halves.
+`moeserve::mixed_experts` is one call, `moeserve::submit_experts` and `moeserve::wait_experts` are its halves,
+and `moeserve::exchange_experts` is the first half of one call and the second of another.
 Each is declared to write the way's `order` tensor, so that no compiler drops, joins or reorders calls: in one
 process they are collective, and all of its ranks have to make them in one order. There is no gradient.
 """
@@ -13,7 +14,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from moeserve.torch.ways import Rows, Way
+from moeserve.torch.ways import Rows, Way, exchange
 
 _numbers = itertools.count(1)
 _ways: weakref.WeakValueDictionary[int, Way] = weakref.WeakValueDictionary()
@@ -71,3 +72,34 @@ def wait_experts(order: Tensor, number: Tensor, hidden: Tensor, way: int) -> Ten
 @wait_experts.register_fake
 def _(order: Tensor, number: Tensor, hidden: Tensor, way: int) -> Tensor:
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+
+
+@torch.library.custom_op("moeserve::exchange_experts", mutates_args=("order",))
+def exchange_experts(
+    order: Tensor,
+    hidden: Tensor,
+    route: Tensor,
+    weights: Tensor | None,
+    number: Tensor,
+    awaited: Tensor,
+    way: int,
+    layer: int,
+) -> tuple[Tensor, Tensor]:
+    """Begins as `submit_experts` does, and waits as `wait_experts` for what began with the rows `awaited`."""
+    begun, mixed = exchange(_way(way), layer, Rows(hidden, route, weights), int(number.item()))
+    return torch.tensor([begun], dtype=torch.int64), mixed
+
+
+@exchange_experts.register_fake
+def _(
+    order: Tensor,
+    hidden: Tensor,
+    route: Tensor,
+    weights: Tensor | None,
+    number: Tensor,
+    awaited: Tensor,
+    way: int,
+    layer: int,
+) -> tuple[Tensor, Tensor]:
+    mixed = torch.empty(awaited.shape, dtype=awaited.dtype, device=awaited.device)
+    return torch.empty(1, dtype=torch.int64), mixed

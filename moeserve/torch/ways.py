@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -117,6 +117,21 @@ class Way(Protocol):
 
     def close(self) -> None:
         """Lets go of what it holds; answers under way are waited for."""
+
+
+@runtime_checkable
+class Exchanging(Protocol):
+    """A way that begins one call and takes the answer of another at once."""
+
+    def exchange(self, layer: int, rows: Rows, number: int) -> tuple[int, Tensor]:
+        """As the function."""
+
+
+def exchange(way: Way, layer: int, rows: Rows, number: int) -> tuple[int, Tensor]:
+    """What to `wait` for and the answer of call `number`, as `submit` and then `wait` give them."""
+    if isinstance(way, Exchanging):
+        return way.exchange(layer, rows, number)
+    return way.submit(layer, rows), way.wait(number)
 
 
 class Rounds:

@@ -35,6 +35,10 @@ class Noted:
         assert self.under_way.pop(stage) == at
         self.done.append(f"wait {stage} {at}")
 
+    def exchange(self, stage: int, at: int, other: int, before: int) -> None:
+        self.submit(stage, at)
+        self.wait(other, before)
+
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_each_stage_has_its_attention_while_the_others_are_with_the_experts(stages: int) -> None:

@@ -70,6 +70,13 @@ class Pair:
             self.caller.fetch(stage, out)
         return out
 
+    def exchange(self, stage: int, layer: int, given: Given, fetched: int, like: Tensor) -> Tensor:
+        """Brings the rows of one stage, and fetches the answer of another."""
+        with torch.cuda.stream(self.here):
+            out = torch.full_like(like, torch.nan)
+            self.caller.exchange(stage, layer, given, 0, (fetched, out))
+        return out
+
     def told(self, flight: object) -> Told:
         """How far it came; what it has answered itself is compared with that."""
         flight.event.synchronize()

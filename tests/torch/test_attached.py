@@ -96,6 +96,17 @@ def test_calls_under_way_are_answered_in_any_order(way: Attached, alone: Alone) 
             torch.testing.assert_close(found, alone.forward(order[at], *batches[at]), **CLOSE)
 
 
+def test_one_call_is_begun_as_another_is_answered(way: Attached, alone: Alone) -> None:
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    batches = [alone.batch(2 + at, seed=at) for at in range(2)]
+    ticket = layers[0].submit(*batches[0])
+    for at in range(1, 6):
+        layer, before = at // 2 % 2, (at - 1) // 2 % 2
+        ticket, found = layers[layer].exchange(ticket, *batches[at % 2])
+        torch.testing.assert_close(found, alone.forward(before, *batches[(at - 1) % 2]), **CLOSE)
+    torch.testing.assert_close(layers[0].wait(ticket), alone.forward(0, *batches[1]), **CLOSE)
+
+
 def test_a_caller_that_rested_in_the_middle_of_a_pass_goes_on(way: Attached, alone: Alone) -> None:
     layers, batch = [MoeExperts(way, layer) for layer in (0, 1)], alone.batch(3, seed=1)
     layers[0](*batch)

@@ -106,6 +106,37 @@ def test_answers_have_the_bits_of_a_call(way: AttachedDevice, remote: object, al
 
 
 @pytest.mark.gpu(1)
+@torch.no_grad()
+def test_two_stages_exchange_in_a_graph_with_the_bits_of_calls(
+    way: AttachedDevice, remote: object, alone: Alone
+) -> None:
+    modules = [MoeExperts(way, layer) for layer in (0, 1)]
+    given = [batch(alone, rows, seed=rows) for rows in (3, 40)]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def passed() -> list[Tensor]:
+        ticket, found = modules[0].submit(*given[0]), []
+        for at in range(1, 4):
+            ticket, answer = modules[at // 2].exchange(ticket, *given[at % 2])
+            found.append(answer)
+        return [*found, modules[1].wait(ticket)]
+
+    with torch.cuda.stream(stream):
+        eager = passed()
+    way.check()
+    wanted = [MoeExperts(remote, at // 2)(*given[at % 2]) for at in range(4)]
+    assert all(map(torch.equal, eager, wanted))
+    with torch.cuda.graph(graph, stream=stream):
+        found = passed()
+    for _ in range(5):
+        for answer in found:
+            answer.zero_()
+        graph.replay()
+        way.check()
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.gpu(1)
 def test_one_stage_runs_ahead_with_any_rows(house: LocalCluster, remote: object, alone: Alone) -> None:
     way = opened(house, "one")
     layers, others = ([MoeExperts(one, layer) for layer in (0, 1)] for one in (way, remote))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from moeserve.proto.passes.mailbox import Status
 from moeserve.proto.passes.running import _failure
 from moeserve.torch import attached_device
 from moeserve.torch.attached_device import AttachedDevice
+from moeserve.torch.caller_lane import CallerLane
 from moeserve.torch.ways import Rows, WrongRows
 
 LAYOUT = MailLayout(8, 1, 64, 8, 2, torch.bfloat16)
@@ -66,7 +68,7 @@ class Device:
         self.recording = False
         self.alive = True
         self.attached = 0
-        self.leaving = self.closed = 0
+        self.leaving = self.closed = self.exchanged = 0
         self.rested = True  # whether a rank that was left writes no answer any more
         self.passes: list[Any] = []
         self.asked: list[tuple[bool, int]] = []  # any_weights and weights_version of each pass
@@ -115,7 +117,14 @@ class Device:
             out.fill_(0.0 if table[Word.ENDED] else 1.0)
             table[STEPS + stage] += 1
 
-        return SimpleNamespace(bring=bring, fetch=fetch)
+        def exchange(
+            stage: int, layer: int, given: object, header_at: int, answer: tuple[int, Tensor]
+        ) -> None:
+            self.exchanged += 1
+            bring(stage, layer, given, header_at)
+            fetch(*answer)
+
+        return SimpleNamespace(bring=bring, fetch=fetch, exchange=exchange)
 
 
 @pytest.fixture
@@ -253,11 +262,16 @@ def test_a_lane_that_cannot_be_freed_keeps_no_other_from_it(
 ) -> None:
     freed = []
 
-    def close(lane: Lane) -> None:
+    def free(lane: CallerLane) -> None:
         freed.append(lane)
         raise RuntimeError("the driver does not unmap it")
 
-    monkeypatch.setattr(Lane, "close", close)
+    def leave(lane: CallerLane) -> None:
+        lane._leaving = threading.Thread()
+        lane._leaving.start()
+
+    for name, act in (("leave", leave), ("close", CallerLane.close), ("_free", free), ("_leaving", None)):
+        monkeypatch.setattr(Lane, name, act, raising=False)
     device.alive = device.rested = False
     with pytest.raises(Unavailable):
         way.renew()
@@ -300,6 +314,34 @@ def test_calls_of_a_stage_follow_one_another_and_those_of_others_do_not(
     now = one
     way.wait(way.submit(1, ROWS))
     assert one.waited == [other]
+    way.close()
+
+
+def test_rows_are_brought_as_an_answer_is_taken(device: Device) -> None:
+    """As of two micro-batches, whose attention comes in turns."""
+    device.layout = MailLayout(8, 2, 64, 8, 2, torch.bfloat16)
+    device.answers = torch.zeros(device.layout.answers_bytes, dtype=torch.uint8)
+    way = AttachedDevice(lambda *_: None, device.layout, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    number = way.submit(0, ROWS)
+    for layer in (0, 1, 1, 2, 2, 0, 0):
+        number, answer = way.exchange(layer, ROWS, number)
+        assert answer.all() and answer.dtype == ROWS.hidden.dtype
+    assert way.wait(number).all() and len(device.passes) == 1 and device.exchanged == 7
+    with pytest.raises(KeyError, match=f"call {number} is not under way"):
+        way.exchange(1, ROWS, number)
+    assert len(device.touched) == 9, "what it began is under way, as if it was submitted"
+    way.close()
+
+
+def test_an_exchange_whose_pass_was_left_tells_so_and_calls_go_on(device: Device) -> None:
+    device.layout = MailLayout(8, 2, 64, 8, 2, torch.bfloat16)
+    device.answers = torch.zeros(device.layout.answers_bytes, dtype=torch.uint8)
+    way = AttachedDevice(lambda *_: None, device.layout, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    number = way.submit(1, ROWS)
+    with pytest.raises(KeyError, match=f"call {number} is not under way"):
+        way.exchange(0, ROWS, number)  # out of order: another pass
+    assert not device.exchanged
+    assert all(forward(way))
     way.close()
 
 

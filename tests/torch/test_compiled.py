@@ -123,7 +123,8 @@ def test_compilers_drop_join_and_reorder_no_call(backend: str) -> None:
         tickets = [second.submit(hidden, ids, weights), second.submit(hidden, ids, weights)]
         second(hidden, ids, weights)  # whose answer nobody reads
         answer = first(hidden, ids, weights) + first(hidden, ids, weights)
-        return answer + second.wait(tickets[1]) + second.wait(tickets[0])
+        last, mixed = first.exchange(tickets[1], hidden, ids, weights)
+        return answer + mixed + second.wait(tickets[0]) + first.wait(last)
 
     hidden = torch.randn(3, 8)
     ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
@@ -133,12 +134,14 @@ def test_compilers_drop_join_and_reorder_no_call(backend: str) -> None:
         ("mixed", 1),
         ("mixed", 0),
         ("mixed", 0),
+        ("submit", 0),
         ("wait", 2),
         ("wait", 1),
+        ("wait", 6),
     ]
     for _ in range(2):
         way.asked.clear()
-        torch.testing.assert_close(model(hidden, ids, weights), 4 * hidden)
+        torch.testing.assert_close(model(hidden, ids, weights), 5 * hidden)
         assert way.asked == wanted
 
 
@@ -161,4 +164,4 @@ def test_operators_have_names_of_their_own() -> None:
                 given = node.args[0]
                 if node.func.attr == "custom_op" and isinstance(given, ast.Constant):
                     named[str(given.value)] += 1
-    assert len(named) >= 6 and set(named.values()) == {1}, named
+    assert len(named) >= 7 and set(named.values()) == {1}, named

@@ -1,7 +1,7 @@
 """Passes of a caller's GPU: the hop of a layer, a decode loop, and two callers; no host between two layers.
 
     python -m bench.service.passes.gpu_pass [--hop] [--loop] [--callers] [--layers 4] [--experts 64]
-        [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--load-as SCHEME]
+        [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--alike] [--load-as SCHEME]
         [--seconds 540] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, and callers whose forward passes are CUDA graphs. Its parts,
@@ -13,7 +13,8 @@ all of them where none is named:
     loop      a decode loop of 58 steps with other routes each pass: wall clock of passes one after another,
               attention by a kernel that fills the GPU and reads its memory, in one, two and three stages;
               beside it `bound`: stages times the longer of attention and experts
-    callers   a step of 4 rows while another caller has steps of 512; needs two GPUs
+    callers   a step of 4 rows while another caller has steps of 512; needs two GPUs. Its rows choose experts
+              by chance, so that each step reads more or fewer; with --alike one row chooses each expert
 
 With two GPUs the rank is a service on one and the callers this process on the other, with one more caller
 that is attached and idle. With one GPU caller and owner are two streams of this process, which take from each
@@ -136,7 +137,7 @@ class Run:
         where = "two processes on two GPUs" if self.two else "one process on one GPU"
         self.mode = f"{where}, {args.load_as or 'fp8'}"
         self.parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
-        self.rows, self.passes = args.rows, args.passes
+        self.rows, self.passes, self.alike = args.rows, args.passes, args.alike
         self.wanted = Wanted(args.passes, args.attention, args.stages)
         self.config = config_of(folder, args.load_as)
         self.clock = Clock(args.seconds)
@@ -162,7 +163,7 @@ class Run:
             self._loop(rank, runs)
         if "callers" in self.parts and self.two:
             for rows in (callers.SMALL, callers.BIG):
-                given = batches(self.sizes, rows, self.owner, callers.DEPTH, rows)
+                given = callers.given_of(self.sizes, rows, self.owner, alike=self.alike)
                 found, right = steps_alone(rank, given, self.sizes.layers, min(HOP_PASSES, self.passes))
                 self._steps[rows] = callers.Alone(float(np.median(found)), right)
         elif "callers" in self.parts:
@@ -222,7 +223,9 @@ class Run:
                 self._told(rows, times[1], times[0])
             if "callers" in self.parts:
                 wanted = min(HOP_PASSES, self.passes)
-                self.results += callers.compared(opened, self.sizes, self._steps, self.clock, wanted)
+                self.results += callers.compared(
+                    opened, self.sizes, self._steps, self.clock, wanted, alike=self.alike
+                )
             loop = Loop(self.sizes, self.home, self.mode, self.wanted, self.clock) if self._known else None
             rows_left = list(self._known)
             for one in list(self._known) if loop else ():
@@ -293,6 +296,9 @@ def main() -> None:
         "--attention", type=float, nargs="+", default=list(ATTENTION), help="of the loop, us; -1: as experts"
     )
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), help="of the loop")
+    parser.add_argument(
+        "--alike", action="store_true", help="of callers: each expert is chosen by one row of the small one"
+    )
     parser.add_argument("--load-as", default="", help="a scheme that experts are quantized to, such as nvfp4")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole run")
     parser.add_argument("--out", type=Path)

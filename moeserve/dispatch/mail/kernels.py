@@ -42,16 +42,18 @@ _ROWS = {
 }
 """Where the rows of a stage's step lie in the mailbox, and what they are."""
 
-BRING = Arguments(
-    "BringArguments",
-    table="u64*",
-    hidden="const uint4*",
-    route="const u32*",
-    weights="const u32*?",
-    header_at="u64",
-    count="int",
+_BROUGHT = {
+    "table": "u64*",
+    "hidden": "const uint4*",
+    "route": "const u32*",
+    "weights": "const u32*?",
+    "header_at": "u64",
+    "count": "int",
     **_ROWS,
-)
+}
+"""The rows that a caller brings."""
+
+BRING = Arguments("BringArguments", **_BROUGHT)
 FETCH = Arguments(
     "FetchArguments",
     table="u64*",
@@ -63,6 +65,17 @@ FETCH = Arguments(
     row_words="int",
     lines="int",
     awaited="int",
+)
+EXCHANGE = Arguments(
+    "ExchangeArguments",
+    **_BROUGHT,
+    bringing="int",
+    out="uint4*",
+    answer_lines_at="u64",
+    answer_at="u64",
+    answer_stage="int",
+    answer_count="int",
+    lines="int",
 )
 TAKE = Arguments(
     "TakeArguments",
@@ -128,7 +141,7 @@ def program(record: RowRecord | None = None, *, true_division: bool = True) -> P
     true_division: as `divides_truly` tells of the caller's device.
     """
     memory = source("moeserve.dispatch.peers", "memory.cu")
-    kernels = source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, COPY, AWAIT, "mail.cu")
+    kernels = source("moeserve.dispatch.mail", BRING, FETCH, EXCHANGE, TAKE, POST, COPY, AWAIT, "mail.cu")
     if record is None:
         return Program("\n".join((memory, kernels)))
     rounding = source("moeserve.dispatch.peers", "numbers.cu", "records.cu")
@@ -153,6 +166,7 @@ def load(record: RowRecord | None = None) -> None:
     for name, arguments in (
         ("mail_bring", BRING),
         ("mail_fetch", FETCH),
+        ("mail_exchange", EXCHANGE),
         ("mail_take", TAKE),
         ("mail_post", POST),
         ("mail_words", COPY),
@@ -193,17 +207,19 @@ class CallerKernels:
         made = _program_of(layout.record, table.device)
         self._bring = made.function("mail_bring", BRING).bound({"table": table})
         self._fetch = made.function("mail_fetch", FETCH).bound({"table": table})
+        self._exchange = made.function("mail_exchange", EXCHANGE).bound({"table": table})
         self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, table, Word.ANSWERS, LOST))
 
     def bring(self, stage: int, layer: int, given: Given, header_at: int = 0) -> None:
         """Stores the rows of the stage's next step in the mailbox. header_at: where the stage's header begins
         in the mirror, in bytes.
         """
-        count = given.hidden.shape[0]
+        rows = self._brought(stage, layer, given, header_at)
+        self._bring.launch(self._layout.blocks_of(given.hidden.shape[0]), THREADS, rows)
+
+    def _brought(self, stage: int, layer: int, given: Given, header_at: int) -> dict[str, Argument]:
         rows = _rows(self._layout, (stage, layer), given)
-        self._bring.launch(
-            self._layout.blocks_of(count), THREADS, rows | {"header_at": header_at, "count": count}
-        )
+        return rows | {"header_at": header_at, "count": given.hidden.shape[0]}
 
     def fetch(self, stage: int, out: Tensor) -> None:
         """Waits on the device for the answer to the stage's rows, and stores it in `out [T, H]`, dense and of
@@ -228,6 +244,36 @@ class CallerKernels:
                 "awaited": int(awaited),
             },
             overlapped=self._overlaps,
+        )
+
+    def exchange(
+        self, stage: int, layer: int, given: Given, header_at: int, answer: tuple[int, Tensor]
+    ) -> None:
+        """Does what `bring` does and then `fetch`, of another stage: `answer` is that, and `out`. It is one
+        kernel, unless so many blocks fetch that one has to wait before them.
+        """
+        fetched, out = answer
+        count = out.shape[0]
+        fetching = self._layout.readers_of(count)
+        if fetching > FEW_BLOCKS or fetched == stage:
+            self.bring(stage, layer, given, header_at)
+            self.fetch(fetched, out)
+            return
+        lines, at = self._layout.answer(fetched)
+        bringing = self._layout.blocks_of(given.hidden.shape[0])
+        self._exchange.launch(
+            bringing + fetching,
+            THREADS,
+            self._brought(stage, layer, given, header_at)
+            | {
+                "bringing": bringing,
+                "out": out,
+                "answer_lines_at": lines,
+                "answer_at": at,
+                "answer_stage": fetched,
+                "answer_count": count,
+                "lines": self._layout.blocks_of(count),
+            },
         )
 
 

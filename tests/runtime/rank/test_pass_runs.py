@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, Given
-from moeserve.dispatch.mail.layout import FEW_BLOCKS
+from moeserve.dispatch.mail.layout import FEW_BLOCKS, STEPS, Word
 from moeserve.runtime.launch.torchrun import HostedRank
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.runs.runs import PassRuns, Told
@@ -62,6 +62,49 @@ def test_answers_have_the_bits_of_a_step(runs: PassRuns, rank: HostedRank, alone
             for (layer, stage), answer in found.items():
                 assert torch.equal(answer, expected(rank, layer, batches[stage])), (rows, again, layer, stage)
     assert len(runs) >= 4
+
+
+@pytest.mark.parametrize("others", [1, 300])
+@pytest.mark.parametrize("rows", [1, 40, 112, 300, 1792])
+def test_an_answer_is_fetched_as_other_rows_are_brought(
+    runs: PassRuns, rank: HostedRank, alone: Alone, rows: int, others: int
+) -> None:
+    """By one kernel of few and of many blocks, and by two where many fetch."""
+    pair = Pair(runs, alone, rows=1792)
+    batches = [given(alone, count, seed=count) for count in (rows, others)]
+    for _ in range(3):
+        flight = pair.launch(ROUND, padded_rows(max(rows, others)), begins=pair.begin())
+        pair.bring(0, 0, batches[0])
+        found = [
+            pair.exchange((at + 1) % 2, (at + 1) // 2, batches[(at + 1) % 2], at % 2, batches[at % 2].hidden)
+            for at in range(3)
+        ]
+        found.append(pair.fetch(1, batches[1].hidden))
+        assert pair.told(flight) == Told(0, (2, 2)) and pair.ended == 0
+        for at, answer in enumerate(found):
+            assert torch.equal(answer, expected(rank, at // 2, batches[at % 2])), at
+
+
+def test_an_exchange_of_a_pass_that_has_ended_brings_nothing(runs: PassRuns, alone: Alone) -> None:
+    pair = Pair(runs, alone)
+    batch = given(alone, 33, seed=1)
+    pair.begin()
+    pair.table[Word.ENDED] = LOST
+    before = pair.box.clone()
+    for turn in range(1, 3):
+        assert not pair.exchange(0, 0, batch, 1, batch.hidden).any()
+        torch.cuda.synchronize()
+        assert torch.equal(pair.box, before) and pair.table[STEPS : STEPS + 2].tolist() == [0, turn]
+
+
+def test_an_exchange_ends_its_pass_where_no_answer_comes(runs: PassRuns, alone: Alone) -> None:
+    pair = Pair(runs, alone, patience=0.2)
+    batch = given(alone, 33, seed=1)
+    pair.begin()
+    assert not pair.exchange(0, 0, batch, 1, batch.hidden).any()
+    assert pair.ended == LOST
+    taken = pair.lines[:, 0:2].contiguous().view(torch.int64).flatten()
+    assert set(taken[: pair.layout.blocks_of(33)].tolist()) <= {0, pair.number << 32 | 1}
 
 
 def test_rows_of_runs_are_counted_behind_their_answers(

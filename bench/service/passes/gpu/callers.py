@@ -19,6 +19,7 @@ from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.steps import batches, check
 from bench.service.passes.gpu.through_service import HOME, Opened
+from moeserve.dispatch.mail.kernels import Given
 from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
 from moeserve.torch.ways import Rows
 
@@ -38,14 +39,25 @@ class Alone(NamedTuple):
     right: list[Tensor]  # answers, by step
 
 
+def given_of(sizes: Sizes, rows: int, device: str, *, alike: bool) -> list[Given]:
+    """What the steps of a forward pass get. alike: each expert is chosen by one row of the small caller, so
+    that its steps read as many experts; else rows choose by chance.
+    """
+    made = batches(sizes, rows, device, DEPTH, seed=rows)
+    if not alike or rows * sizes.top_k > sizes.experts:
+        return made
+    chosen = torch.arange(rows * sizes.top_k, dtype=torch.int32, device=device).view(rows, sizes.top_k)
+    return [one._replace(route=(chosen + at) % sizes.experts) for at, one in enumerate(made)]
+
+
 class Side:
     """One caller: a graph for each step of a forward pass, so that each can be timed."""
 
-    def __init__(self, opened: Opened, sizes: Sizes, rows: int) -> None:
+    def __init__(self, opened: Opened, sizes: Sizes, rows: int, *, alike: bool) -> None:
         order = tuple(at % sizes.layers for at in range(DEPTH))
         self.way = opened(f"rows-{rows}", rows, 1, order)
         self.stream = torch.cuda.Stream(HOME)
-        given = self._given = [Rows(*one) for one in batches(sizes, rows, HOME, DEPTH, seed=rows)]
+        given = self._given = [Rows(*one) for one in given_of(sizes, rows, HOME, alike=alike)]
         self._graphs = [torch.cuda.CUDAGraph() for _ in given]
         self.answers = list[Tensor]()  # graphs write them, and read what was given
         with torch.cuda.stream(self.stream):
@@ -114,12 +126,12 @@ def microseconds(small: Side, spin: int, passes: int, big: Big | None = None) ->
 
 
 def compared(
-    opened: Opened, sizes: Sizes, steps: dict[int, Alone], clock: Clock, wanted: int
+    opened: Opened, sizes: Sizes, steps: dict[int, Alone], clock: Clock, wanted: int, *, alike: bool
 ) -> list[Result]:
-    """The small caller alone and beside the big one. steps: by rows."""
+    """The small caller alone and beside the big one. steps: by rows. alike: as of `given_of`."""
     results = []
     with torch.cuda.device(HOME):
-        small, big = (Side(opened, sizes, rows) for rows in (SMALL, BIG))
+        small, big = (Side(opened, sizes, rows, alike=alike) for rows in (SMALL, BIG))
         for at, attention in enumerate(ATTENTION):
             spin = spun(attention) if attention else 0
             first = microseconds(small, spin, 4)
@@ -138,19 +150,22 @@ def compared(
                 side.way.check()
                 right = [one.to(HOME) for one in steps[rows].right]
                 check(f"callers, {rows} rows", (0, 0), side.answers, right)
-            results.append(_told(attention, alone, (beside, other, quiet), steps))
+            results.append(_told((attention, alike), alone, (beside, other, quiet), steps))
         for side in (small, big):
             side.way.close()
     return results
 
 
 def _told(
-    attention: float,
+    case: tuple[float, bool],
     alone: list[float],
     others: tuple[list[float], list[float], list[float]],
     steps: dict[int, Alone],
 ) -> Result:
-    """others: steps beside the big caller, the big caller's alone, and those beside it with no rebalances."""
+    """case: attention, and whether steps are alike. others: steps beside the big caller, the big caller's
+    alone, and those beside it with no rebalances.
+    """
+    attention, alike = case
     beside, big_alone, quiet = others
     p50, p99 = float(np.median(alone)), float(np.percentile(beside, 99))
     peers = {
@@ -169,7 +184,8 @@ def _told(
     }
     made = Result(
         "gpu_pass",
-        f"a caller of {SMALL} rows beside one of {BIG}, attention {attention:g} us, p99 of a step",
+        f"a caller of {SMALL} rows beside one of {BIG}{', steps alike' * alike}, attention {attention:g} us, "
+        "p99 of a step",
         round(p99, 2),
         "us",
         "lower",

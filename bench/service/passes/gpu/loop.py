@@ -82,18 +82,28 @@ class Caller(Protocol):
     def wait(self, stage: int, at: int) -> None:
         """Takes their answer."""
 
+    def exchange(self, stage: int, at: int, other: int, before: int) -> None:
+        """Brings the rows of a stage's step `at`, and takes the answer of another one's step `before`."""
+
 
 def forward(caller: Caller, of: Batches, attention: Attention, stages: int) -> None:
-    """Launches a forward pass: while one stage is with the experts, the others have their attention."""
+    """Launches a forward pass: while one stage is with the experts, the others have their attention. Whose
+    attention is next has its answer taken as the rows of the one before are brought.
+    """
     of.renew()
-    for at in range(LOOP):
-        for stage in range(stages):
-            if at:
-                caller.wait(stage, at - 1)
-            attention.run()
+    order = [(stage, at) for at in range(LOOP) for stage in range(stages)]
+    for place, (stage, at) in enumerate(order):
+        attention.run()
+        before = place + 1 - stages  # the step whose answer is wanted next
+        if before < 0:
             caller.submit(stage, at)
-    for stage in range(stages):
-        caller.wait(stage, LOOP - 1)
+        elif stages == 1:
+            caller.submit(stage, at)
+            caller.wait(stage, at)
+        else:
+            caller.exchange(stage, at, *order[before])
+    for stage, at in order[len(order) + 1 - stages :]:
+        caller.wait(stage, at)
 
 
 class _OnStreams:
@@ -108,6 +118,10 @@ class _OnStreams:
 
     def wait(self, stage: int, at: int) -> None:
         self._kernels.fetch(stage, self.answers[stage][at])
+
+    def exchange(self, stage: int, at: int, other: int, before: int) -> None:
+        given, answer = self._given[stage][at], (other, self.answers[other][before])
+        self._kernels.exchange(stage, at % self._layers, given, 0, answer)
 
 
 class _OnWay:
@@ -124,6 +138,12 @@ class _OnWay:
 
     def wait(self, stage: int, at: int) -> None:
         self.answers[stage][at] = self._way.wait(self._tickets.pop(stage))
+
+    def exchange(self, stage: int, at: int, other: int, before: int) -> None:
+        number = self._tickets.pop(other)
+        self._tickets[stage], self.answers[other][before] = self._way.exchange(
+            at % self._layers, self._given[stage][at], number
+        )
 
 
 class Known(NamedTuple):

@@ -160,12 +160,12 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
   return true;
 }
 
-// The last block counts the step; whether this is it. All threads of a block have read the count, `steps`, before one of
-// them calls this.
-DEVICE bool count_step(u64* words, int stage, u64 steps) {
-  if (gridDim.x > 1) {
+// The last of so many blocks counts the step; whether this is it. All threads of a block have read the count, `steps`, before
+// one of them calls this.
+DEVICE bool count_step(u64* words, int stage, u64 steps, int blocks) {
+  if (blocks > 1) {
     __threadfence();  // whoever counts last may copy all words
-    if ((u32)atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return false;
+    if ((u32)atomicAdd(words + TICKETS + stage, 1ull) != blocks - 1) return false;
     words[TICKETS + stage] = 0;
   }
   words[STEPS + stage] = steps + 1;
@@ -247,19 +247,19 @@ DEVICE void take_rows(const u8* from, uint4* to, long rows, int row_words, int b
 
 // -- the caller's -------------------------------------------------------------------------------------------
 
-// Brings `count` rows of `layer` into the mailbox. A fetch that comes next begins beside it.
-extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
+// Brings `count` rows of `layer` into the mailbox, by so many blocks. Whether the pass had ended is read once: a fetch beside
+// it may end the pass, and then nobody wants what some threads bring.
+template <class Rows>
+DEVICE void bring(const Rows& args, int block, int blocks, u64 number, u64 steps, u64 ended) {
   u64* words = args.table;
-  const int block = blockIdx.x, blocks = gridDim.x;
-  const u64 number = words[NUMBER], steps = words[STEPS + args.stage], mirror = words[MIRROR];
-  const u64 ended = words[ENDED];  // what begins now may end the pass: then nobody wants what some threads bring
+  const u64 mirror = words[MIRROR];
   u8* box = (u8*)words[MAILBOX];
-  begin_next();
   Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
-  if (ended) return;
-  send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
-  routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
-  __syncthreads();  // the release below is of what all threads of the block have written
+  if (!ended) {
+    send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
+    routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
+  }
+  if (!__syncthreads_and(!ended)) return;  // the release below is of what all threads of the block have written
   const u64 tag = tag_of(number, steps);
   if (threadIdx.x == 0) {
     Line* line = (Line*)(box + args.lines_at) + block;
@@ -277,18 +277,25 @@ extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments arg
   }
 }
 
-// Waits for the answer to the stage's rows, which was written by `lines` blocks. What has no answer is filled with zeros,
-// and ENDED says why. It begins beside what was launched before, which may use `out` until it is over.
-extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
-  u64* words = args.table;
-  if (args.awaited) await_launch();
-  const int block = blockIdx.x, blocks = gridDim.x;
-  const u64 steps = word(words, STEPS + args.stage), tag = tag_of(words[NUMBER], steps);
+// The answer to a stage's rows, which was written by `lines` blocks.
+struct Answer {
+  u64* words;
+  uint4* out;
+  u64 lines_at, rows_at;
+  int stage, count, row_words, lines;
+};
+
+// Waits for an answer and stores it, by so many blocks; `awaited`: another kernel has waited for all but the block's own line.
+// What has no answer is filled with zeros, and ENDED says why. `beside`: it began beside what was launched before, which may
+// use `out` until it is over.
+DEVICE void fetch(const Answer& of, int block, int blocks, bool awaited, bool beside) {
+  u64* words = of.words;
+  const u64 steps = word(words, STEPS + of.stage), tag = tag_of(words[NUMBER], steps);
   const u8* answers = (const u8*)words[ANSWERS];
-  const int lines = args.awaited ? 1 : args.lines;  // that this block looks at
+  const int lines = awaited ? 1 : of.lines;  // that this block looks at
   bool there = true;
   if (threadIdx.x < lines) {
-    const Line* line = (const Line*)(answers + args.lines_at) + (args.awaited ? block : threadIdx.x);
+    const Line* line = (const Line*)(answers + of.lines_at) + (awaited ? block : threadIdx.x);
     there = !word(words, ENDED) && await_tag(line, tag, words, LOST);
     if (const u32 status = there ? load_relaxed(&line->first) : 0u) {
       note_end(words, status);
@@ -296,16 +303,44 @@ extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments arg
     }
   }
   there = __syncthreads_and(there);
-  const long all = (long)args.count * args.row_words;
-  Copy answer((const uint4*)(answers + args.rows_at), there ? all : 0, block, blocks);
-  if (!args.awaited) await_launch();
-  if (threadIdx.x == 0) count_step(words, args.stage, steps);
+  const long all = (long)of.count * of.row_words;
+  Copy answer((const uint4*)(answers + of.rows_at), there ? all : 0, block, blocks);
+  if (beside) await_launch();
+  if (threadIdx.x == 0) count_step(words, of.stage, steps, blocks);
   if (there) {
-    answer.store(args.out);
+    answer.store(of.out);
   } else {
     const long first = all * block / blocks, last = all * (block + 1) / blocks;
-    for (long at = first + threadIdx.x; at < last; at += blockDim.x) args.out[at] = make_uint4(0, 0, 0, 0);
+    for (long at = first + threadIdx.x; at < last; at += blockDim.x) of.out[at] = make_uint4(0, 0, 0, 0);
   }
+}
+
+// A fetch that comes next begins beside it.
+extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
+  const u64* words = args.table;
+  const u64 number = words[NUMBER], steps = words[STEPS + args.stage], ended = words[ENDED];
+  begin_next();
+  bring(args, blockIdx.x, gridDim.x, number, steps, ended);
+}
+
+extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
+  if (args.awaited) await_launch();
+  const Answer of = {args.table, args.out, args.lines_at, args.rows_at, args.stage, args.count, args.row_words, args.lines};
+  fetch(of, blockIdx.x, gridDim.x, args.awaited, !args.awaited);
+}
+
+// Brings rows by its first `bringing` blocks, and fetches the answer of another stage by the others: neither waits for what the
+// other asks for.
+extern "C" __global__ void mail_exchange(const __grid_constant__ ExchangeArguments args) {
+  u64* words = args.table;
+  const int block = blockIdx.x;
+  if (block < args.bringing) {
+    bring(args, block, args.bringing, words[NUMBER], words[STEPS + args.stage], word(words, ENDED));
+    return;
+  }
+  const Answer of = {words, args.out, args.answer_lines_at, args.answer_at, args.answer_stage, args.answer_count, args.row_words,
+                     args.lines};
+  fetch(of, block - args.bringing, gridDim.x - args.bringing, false, false);
 }
 
 // -- the owner's --------------------------------------------------------------------------------------------
@@ -511,7 +546,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   }
   __syncthreads();
   bool counted_last = false;
-  if (threadIdx.x == 0 && (counted_last = count_step(words, args.stage, steps))) note_post(words, took);
+  if (threadIdx.x == 0 && (counted_last = count_step(words, args.stage, steps, gridDim.x))) note_post(words, took);
   if (args.last && __syncthreads_or(counted_last)) bring_back(words);
 }
 
@@ -532,8 +567,8 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
 // multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
-// kernel behind it may begin as soon as all lines are there, and waits until this one is over; before a fetch until all else
-// is, too. `early`: as of a take.
+// kernel behind it may begin as soon as the first line is there, since the others are on their way then, and waits until this
+// one is over; before a fetch until all else is, too. `early`: as of a take.
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   if (!args.early) await_launch();
@@ -550,9 +585,8 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
     }
   }
   __syncthreads();
+  begin_next();
   if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);
   if (args.early && args.box == ANSWERS) await_launch();
   if (agreed && args.box == MAILBOX) words[AGREED] = agreed;
-  __syncthreads();
-  begin_next();
 }
