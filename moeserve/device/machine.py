@@ -50,7 +50,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """The device of this process: CUDA device 0 where there is one, else the CPU."""
-    modules = frozenset(name for name in OPTIONAL_MODULES if _installed(name))
+    modules = frozenset(name for name in OPTIONAL_MODULES if installed(name))
     if not torch.cuda.is_available():
         return Machine("cpu", "cpu", _host_memory(), modules)
     properties = torch.cuda.get_device_properties(0)
@@ -63,10 +63,11 @@ def this_machine() -> Machine:
 @cache
 def kernels_serve(device: torch.device) -> bool:
     """Whether our Triton kernels can run on tensors of `device`."""
-    return device.type == "cuda" and _installed("triton")
+    return device.type == "cuda" and installed("triton")
 
 
-def _installed(name: str) -> bool:
+def installed(name: str) -> bool:
+    """Whether the module can be imported here; it is looked up, and not imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # of a dotted name, its parent

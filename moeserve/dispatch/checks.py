@@ -65,9 +65,11 @@ def check_lane(spec: DispatchSpec, hidden: Tensor, routing: Routing) -> None:
 def local_slots(spec: DispatchSpec, slots: Tensor) -> Tensor:
     """Global `slots [R, K]` in this member's own numbering, 0 to e - 1; EMPTY where the slot is another's.
 
-    When experts are sliced every owner holds a slice of every slot, and both numberings are one.
+    When experts are sliced every owner holds a slice of every slot, and both numberings are one; so they are
+    where there is one owner, which has all.
     """
-    if spec.sliced:
+    whole = spec.ranks == 1 and spec.first_slot == 0 and spec.slots_here == spec.slots
+    if spec.sliced or whole:
         return slots
     local = slots - spec.first_slot
     return torch.where((local >= 0) & (local < spec.slots_here), local, EMPTY)

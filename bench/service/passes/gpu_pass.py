@@ -191,9 +191,8 @@ class Run:
         self._told(rows, times[True], times[False], host=host)
 
     def _loop(self, rank: HostedRank, runs: PassRuns) -> None:
-        passes = min(HOP_PASSES, self.passes)
         rows = [one for one in LOOP_ROWS if one in self.rows]
-        self._known = {one: known_of(rank, self.sizes, one, passes) for one in rows}
+        self._known = {one: known_of(rank, self.sizes, one) for one in rows}
         if self.two:
             return
         loop = Loop(self.sizes, self.home, self.mode, self.wanted, self.clock)

@@ -15,6 +15,7 @@ from moeserve.dispatch.dispatcher import (
     Traffic,
 )
 from moeserve.dispatch.exchange import TORCH_ARCHS
+from moeserve.dispatch.peers.rounding import rounding
 from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE
@@ -30,7 +31,7 @@ class Local(Dispatcher):
             raise ValueError(
                 f"dispatcher local serves one rank, not {spec.ranks} members; use allgather_reducescatter"
             )
-        self._spec = spec
+        self._spec, self._rounded = spec, rounding(spec)
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Groups this lane's rows by slot."""
@@ -38,7 +39,7 @@ class Local(Dispatcher):
         check_lane(spec, hidden, routing)
         slots = local_slots(spec, routing.slots)
         batch, homes = group_rows(
-            spec.wire.quantize(hidden), slots, routing.weights, (spec.slots_here, spec.row_align)
+            self._rounded(hidden), slots, routing.weights, (spec.slots_here, spec.row_align)
         )
         return Dispatched(batch, homes)
 

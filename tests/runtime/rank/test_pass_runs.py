@@ -92,17 +92,21 @@ def test_an_exchange_of_a_pass_that_has_ended_brings_nothing(runs: PassRuns, alo
     pair.table[Word.ENDED] = LOST
     before = pair.box.clone()
     for turn in range(1, 3):
-        assert not pair.exchange(0, 0, batch, 1, batch.hidden).any()
+        answer = pair.exchange(0, 0, batch, 1, batch.hidden)
         torch.cuda.synchronize()
-        assert torch.equal(pair.box, before) and pair.table[STEPS : STEPS + 2].tolist() == [0, turn]
+        assert (
+            not answer.any()
+            and torch.equal(pair.box, before)
+            and pair.table[STEPS : STEPS + 2].tolist() == [0, turn]
+        )
 
 
 def test_an_exchange_ends_its_pass_where_no_answer_comes(runs: PassRuns, alone: Alone) -> None:
     pair = Pair(runs, alone, patience=0.2)
     batch = given(alone, 33, seed=1)
     pair.begin()
-    assert not pair.exchange(0, 0, batch, 1, batch.hidden).any()
-    assert pair.ended == LOST
+    answer = pair.exchange(0, 0, batch, 1, batch.hidden)
+    assert pair.ended == LOST and not answer.any()
     taken = pair.lines[:, 0:2].contiguous().view(torch.int64).flatten()
     assert set(taken[: pair.layout.blocks_of(33)].tolist()) <= {0, pair.number << 32 | 1}
 
@@ -218,6 +222,32 @@ def test_rows_that_do_not_fit_are_left_and_launched_anew(
     assert pair.told(flight) == Told(0, (2,))
     for layer, batch, answer in zip(LAYERS, batches, found, strict=True):
         assert torch.equal(answer, expected(rank, layer, batch))
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(3, 4), (3, 1024), (112, 128), (300, 1024), (896, 1024)])
+def test_a_step_that_ends_a_run_costs_the_one_before_no_answer(
+    runs: PassRuns, rank: HostedRank, alone: Alone, rows: int, padded: int
+) -> None:
+    """Its take begins beside the post of that, of which some blocks may have no share."""
+    pair = Pair(runs, alone, rows=1792)
+    first, few, more = (given(alone, count, seed=count) for count in (rows, 3, padded + 1))
+    right = expected(rank, 0, first)
+    for turn in range(12):  # launched, recorded, replayed
+        fits = turn % 2 == 0
+        flight = pair.launch(((0, 0), (0, 1)), padded, begins=pair.begin())
+        pair.bring(1, 1 if fits else 0, few if fits else more)  # of another layer, or too many
+        pair.bring(0, 0, first)
+        answer = pair.fetch(0, first.hidden)
+        if fits:
+            lost = pair.fetch(1, few.hidden)
+            assert pair.told(flight) == Told(REFUSED, (1, 1))
+            assert pair.ended == REFUSED and not lost.any()
+        else:
+            assert pair.told(flight) == Told(MISFIT, (1, 0))
+            flight = pair.launch(((0, 1),), padded_rows(padded + 1), again=True)
+            assert pair.told(flight) == Told(0, (1, 1))
+        torch.cuda.synchronize()
+        assert torch.equal(answer, right), turn
 
 
 @pytest.mark.parametrize(

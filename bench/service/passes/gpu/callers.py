@@ -170,7 +170,8 @@ def _told(
     p50, p99 = float(np.median(alone)), float(np.percentile(beside, 99))
     peers = {
         "alone p50": p50,
-        "alone p99": float(np.percentile(alone, 99)),  # each step has other experts
+        "alone p99": float(np.percentile(alone, 99)),
+        "alone p99 of others": float(np.percentile([t for at, t in enumerate(alone) if at % DEPTH], 99)),
         "beside p50": float(np.median(beside)),
         "p99, no rebalances": float(np.percentile(quiet, 99)),
         "p50 of first steps": float(np.median(beside[::DEPTH])),  # of a pass
@@ -178,6 +179,7 @@ def _told(
         "p90": float(np.percentile(beside, 90)),
         "longest": max(beside),
         "big alone p50": float(np.median(big_alone)),
+        "big alone p99": float(np.percentile(big_alone, 99)),
         "passes": len(beside) / DEPTH,
         "big step": steps[BIG].microseconds,
         "small step": steps[SMALL].microseconds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ STAGES = (1, 2, 3)
 EQUAL = -1.0  # attention takes as long as a stage's experts
 ATTENTION = (0.0, 100.0, 300.0, EQUAL)  # microseconds
 AIMS = {2: 1.15, 3: 1.05}  # of a layer, over what its stages take
+STEADY = 5.0  # seconds
 ESTIMATED, ANNOUNCED = 8, 200  # passes: to see how long one takes; that are announced one by one
 
 
@@ -153,14 +154,33 @@ class Known(NamedTuple):
     right: list[list[Tensor]]  # answers to the first routes, by stage and step
 
 
-def wall(launch: Callable[[], None], passes: int, device: str) -> float:
-    """Microseconds of a layer, over so many passes."""
+class Took(NamedTuple):
+    """Microseconds of a layer: over all passes that were launched, by the host's clock; of the pass in the
+    middle, and of the longest one, by the device's.
+    """
+
+    layer: float
+    middle: float
+    longest: float
+
+
+def wall(
+    launch: Callable[[], None], passes: int, device: str, stream: torch.cuda.Stream | None = None
+) -> Took:
+    """What so many passes take, one right after another. stream: on which they are launched, marked there."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(passes + 1 if stream else 0)]
     torch.cuda.synchronize(device)
     started = time.perf_counter()
-    for _ in range(passes):
+    for at in range(passes):
+        if stream is not None:
+            marks[at].record(stream)
         launch()
+    if stream is not None:
+        marks[passes].record(stream)
     torch.cuda.synchronize(device)
-    return (time.perf_counter() - started) * 1e6 / passes / LOOP
+    layer = (time.perf_counter() - started) * 1e6 / passes / LOOP
+    each = [first.elapsed_time(then) * 1e3 / LOOP for first, then in pairwise(marks)] or [layer]
+    return Took(layer, float(np.median(each)), max(each))
 
 
 class Loop:
@@ -179,7 +199,7 @@ class Loop:
         caller, took = _OnStreams(both, of, self._sizes.layers), self._attention(case, known)
         launch = both.launcher(lambda: forward(caller, of, self.attention, case.stages), announced=True)
         passes = self._passes(launch, left)
-        layer = wall(launch, passes, self._home) if passes else 0.0
+        layer = wall(launch, passes, self._home).layer if passes else 0.0
         host = sorted(both.host)[len(both.host) // 2] * 1e6
         of.rewind()
         launch()
@@ -194,7 +214,7 @@ class Loop:
         """
         layers = self._sizes.layers
         way = opened("decode", case.rows, case.stages, tuple(at % layers for at in range(LOOP)))
-        caller, took = _OnWay(way, of, layers), self._attention(case, known)
+        caller, attention = _OnWay(way, of, layers), self._attention(case, known)
         stream, graph = torch.cuda.Stream(HOME), torch.cuda.CUDAGraph()
         with torch.cuda.device(HOME):
             with torch.cuda.stream(stream):
@@ -219,14 +239,15 @@ class Loop:
                 launch()
 
             passes = self._passes(launch, left)
-            layer = wall(launch, passes, HOME) if passes else 0.0
-            each = wall(announced, min(ANNOUNCED, passes), HOME) if passes else 0.0
+            took = wall(launch, passes, HOME, stream) if passes else Took(0.0, 0.0, 0.0)
+            each = wall(announced, min(ANNOUNCED, passes), HOME).layer if passes else 0.0
             of.rewind()
             launch()
             way.check()
         self._compare(case, caller.answers, known, (0, 0))
         way.close()
-        return self._told(case, took, known, layer, passes, {"announced each": each})
+        more = {"middle pass": took.middle, "longest pass": took.longest, "announced each": each}
+        return self._told(case, attention, known, took.layer, passes, more)
 
     def _attention(self, case: Case, known: Known) -> float:
         return self.attention.set(known.experts if case.attention == EQUAL else case.attention)
@@ -234,7 +255,7 @@ class Loop:
     def _passes(self, launch: Callable[[], None], left: int) -> int:
         """How many the case may make, of which so many are left; the first are not counted."""
         wall(launch, ESTIMATED, self._home)
-        seconds = wall(launch, ESTIMATED, self._home) * LOOP / 1e6
+        seconds = wall(launch, ESTIMATED, self._home).layer * LOOP / 1e6
         return self._clock.passes(self._wanted.passes, seconds, left)
 
     def _compare(self, case: Case, found: list[list[Tensor]], known: Known, ended: tuple[int, int]) -> None:
@@ -272,9 +293,13 @@ class Loop:
         return made
 
 
-def known_of(rank: HostedRank, sizes: Sizes, rows: int, passes: int) -> Known:
-    """Steps of so many rows in process, on the owner's GPU."""
+def known_of(rank: HostedRank, sizes: Sizes, rows: int, seconds: float = STEADY) -> Known:
+    """Steps of so many rows in process, on the owner's GPU, which is at work for so long before they count:
+    it is as warm then, and its clocks are as low, as in a decode loop.
+    """
     of = Batches(sizes, rows, rank.device)
-    took, first = steps_alone(rank, of.given[0], sizes.layers, passes)
+    took, first = steps_alone(rank, of.given[0], sizes.layers, ESTIMATED)
+    passes = 2 * int(seconds * 1e6 / (float(np.median(took)) * LOOP)) + 1
+    took, _ = steps_alone(rank, of.given[0], sizes.layers, passes)
     others = [steps_alone(rank, stage, sizes.layers, 2)[1] for stage in of.given[1:]]
-    return Known(float(np.median(took)), [first, *others])
+    return Known(float(np.median(took[len(took) // 2 :])), [first, *others])

@@ -52,6 +52,12 @@ DEVICE u32 load_fresh(const u32* at) {
   return v;
 }
 
+// Has bytes come to the second cache, which the weights of the step before have passed through. All threads of a grid call it.
+DEVICE void ask_for(const u8* from, long bytes) {
+  for (long at = ((long)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < bytes; at += (long)gridDim.x * blockDim.x * 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+}
+
 // A word of a table or a state, as other kernels that run now leave it.
 DEVICE u64 word(const u64* words, int at) { return *(const volatile u64*)(words + at); }
 
@@ -141,8 +147,22 @@ struct Routes {
 // Notes how a pass has ended, where it had not.
 DEVICE void note_end(u64* words, u64 status) { atomicCAS(words + ENDED, 0ull, status); }
 
-// Waits for a line's tag, unless the pass has ended or is aborted by the host. One thread asks.
-DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
+// Waits until the post before, which runs and waits for nobody, has read what it gives, and whether the pass had ended.
+DEVICE void await_read(u64* words, u64 took) {
+  const u64 began = nanoseconds();
+  while (word(words, READ) < took)
+    if (nanoseconds() - began > LONGEST_POST) note_end(words, LOST);  // and it waits: what is read may not be written
+}
+
+// Notes how a pass has ended behind the post of the step that was taken as number `took`, which may run.
+DEVICE void note_end(u64* words, u64 status, u64 took) {
+  await_read(words, took);
+  note_end(words, status);
+}
+
+// Waits for a line's tag, unless the pass has ended or is aborted by the host. One thread asks. `took`: steps that were taken
+// before, of a take that begins beside a post; 0 elsewhere.
+DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late, u64 took = 0) {
   const u64 began = nanoseconds();
   const u32* abort = (const u32*)words[ABORT];
   for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
@@ -150,11 +170,11 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
     if (word(words, ENDED)) return false;
     const u32 said = abort ? load_relaxed(abort) : 0;
     if (said) {
-      note_end(words, said == YIELD ? MISFIT : LOST);
+      note_end(words, said == YIELD ? MISFIT : LOST, took);
       return false;
     }
     if (nanoseconds() - began <= words[PATIENCE]) continue;
-    note_end(words, late);
+    note_end(words, late, took);
     return false;
   }
   return true;
@@ -173,6 +193,7 @@ DEVICE bool count_step(u64* words, int stage, u64 steps, int blocks) {
 }
 
 #if WIRE == WIRE_FP8_GROUP128
+#define MAIL_ROW_BYTES(args) RECORD_BYTES  // of a row in the mailbox
 #define GROUP_PIECES 8  // of 16 columns, that have a scale
 #define ROW_GROUPS (HIDDEN / 128)
 
@@ -236,6 +257,8 @@ DEVICE void take_rows(const u8* from, uint4* to, long rows, int, int block, int 
   }
 }
 #else
+#define MAIL_ROW_BYTES(args) (args.row_words * 16l)
+
 DEVICE void send_rows(const uint4* from, u8* to, long rows, int row_words, int block, int blocks) {
   copy_share(from, (uint4*)to, rows * row_words, block, blocks);
 }
@@ -360,13 +383,6 @@ DEVICE u32 agree(u64* words, u64 key, u32 count) {
   }
 }
 
-// Waits until the post before, which runs and waits for nobody, has read what it gives.
-DEVICE void await_read(u64* words, u64 took) {
-  const u64 began = nanoseconds();
-  while (word(words, READ) < took)
-    if (nanoseconds() - began > LONGEST_POST) note_end(words, LOST);  // and it waits: what is read may not be written
-}
-
 // Waits until all posts before have ended, for which no take had to wait that began beside one.
 DEVICE void await_posts(u64* words, u64 took) {
   const u64 began = nanoseconds();
@@ -387,22 +403,28 @@ DEVICE void await_posts(u64* words, u64 took) {
 // launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
 //
 // Where it follows a post of another stage (`early`) it begins beside that: all before the post is over then, so that
-// nobody reads the room any more. What the post reads or writes itself (TAKEN) waits until the post has read all that it
-// gives: the kernels behind this one run while it is on its way.
+// nobody reads the room any more. What the post reads or writes itself (TAKEN, ENDED) waits until the post has read all that
+// it gives: the kernels behind this one run while it is on its way.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   if (!args.early || args.awaited) await_launch();
   const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage)), least = word(words, LEAST);
-  const u64 took = word(words, TOOK);
+  const u64 took = word(words, TOOK), behind = args.early ? took : 0;
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
+  if (!args.awaited) {  // rows are likely there
+    const long most = min(args.padded, args.most);
+    ask_for(box + args.hidden_at, most * MAIL_ROW_BYTES(args));
+    ask_for(box + args.route_at, most * args.route_words * 4);
+    if (args.weights) ask_for(box + args.weights_at, most * args.route_words * 4);
+  }
   __shared__ u32 rows;
   const int block = blockIdx.x;
   u32 layer = 0, kind = 0, count_there = 0;
   bool began = false;
   if (threadIdx.x == 0) {
     rows = 0;
-    began = !word(words, ENDED) && (args.awaited || await_tag(lines, tag, words, LATE));
+    began = !word(words, ENDED) && (args.awaited || await_tag(lines, tag, words, LATE, behind));
     layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
     count_there = load_relaxed(&lines->count);
   }
@@ -413,9 +435,9 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
       else if (gridDim.x > 1) count = agree(words, agreed_key(tag, args.stage), count);
       const bool other = layer != (u32)args.layer || kind != (u32)args.kind;
       if ((other && !least) || count > (u32)args.most) {
-        note_end(words, REFUSED);
+        note_end(words, REFUSED, behind);
       } else if (other || count > (u32)args.padded || count < least) {
-        note_end(words, MISFIT);
+        note_end(words, MISFIT, behind);
       } else {
         rows = count;
         if (block == 0 && least) words[LEAST] = 0;  // of the run's first step; another block that reads 0 agrees
@@ -427,7 +449,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   const int lines_there = blocks_of(count, args.row_words, args.blocks);
   bool there = count > 0;
   if (there && !args.awaited && threadIdx.x && threadIdx.x < lines_there)
-    there = await_tag(lines + threadIdx.x, tag, words, LATE);
+    there = await_tag(lines + threadIdx.x, tag, words, LATE, behind);
   there = __syncthreads_and(there);
   const int blocks = args.awaited ? lines_there : gridDim.x;
   if (there && block < blocks) {
@@ -437,7 +459,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
     const u32 experts = args.weights ? (u32)args.experts : 0xffffffffu;
     routes.store(args.route, args.weights, [&](u32 id) {
       const bool known = !args.weights || id + 1 <= experts;  // -1: none
-      if (!known) note_end(words, REFUSED);  // and nobody computes it
+      if (!known) note_end(words, REFUSED, behind);  // and nobody computes it
       return known ? id : 0xffffffffu;
     });
   }
@@ -473,9 +495,10 @@ struct Tally {
 
 DEVICE void note_read(u64* words, u64 took) { *(volatile u64*)(words + READ) = took; }
 
-// A block of a post has read its share; the last one notes that all is read. All that have a share come here, once.
-DEVICE void count_read(u64* words, int stage, u64 took, int blocks) {
-  if (blocks > 1 && (atomicAdd(words + TICKETS + stage, 1ull << 32) >> 32) != blocks - 1) return;
+// A block of a post has read its share, and whether the pass had ended; the last one notes that all is read. All blocks come
+// here, once.
+DEVICE void count_read(u64* words, int stage, u64 took) {
+  if (gridDim.x > 1 && (atomicAdd(words + TICKETS + stage, 1ull << 32) >> 32) != gridDim.x - 1) return;
   note_read(words, took);
 }
 
@@ -496,10 +519,12 @@ DEVICE void bring_back(const u64* words) {
 // a run it brings the words back.
 //
 // READ says that whatever is launched behind it may write what it reads, DONE that it is over; both by how many steps
-// were taken (TOOK), since a take that begins beside a post may end before it.
+// were taken (TOOK), since a take that begins beside a post may end before it. A take begins as soon as all before the post is
+// over: it asks for what it needs meanwhile, and writes nothing that the post reads.
 extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args) {
   u64* words = args.state;
   await_launch();
+  begin_next();
   Tally counted(args);
   if (args.living && __syncthreads_or(lacks_sums(args))) {
     if (threadIdx.x == 0) note_end(words, LOST);
@@ -521,7 +546,6 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   __syncthreads();
   const u64 ended = seen, steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
-  begin_next();  // a take, which may end the pass: whether it had ended is known here
   if (blockIdx.x == 0) counted.store(args);
   if (ended == MISFIT) {
     if (blockIdx.x) return;
@@ -531,12 +555,13 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
     if (args.last) bring_back(words);
     return;
   }
+  if (!ended && blockIdx.x >= blocks && threadIdx.x == 0) count_read(words, args.stage, took);  // it has no share
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
     if (!ended)
       copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
     __syncthreads();  // the release below is of what all threads of the block have written
     if (threadIdx.x) continue;
-    if (!ended) count_read(words, args.stage, took, blocks);
+    if (!ended) count_read(words, args.stage, took);
     Line* line = (Line*)(answers + args.lines_at) + block;
     store_relaxed(&line->count, count);
     store_relaxed(&line->first, (u32)ended);
@@ -572,13 +597,14 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   if (!args.early) await_launch();
+  const u64 behind = args.early && args.box == MAILBOX ? word(words, TOOK) : 0;
   const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage));
   const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
   __shared__ int blocks;
   u64 agreed = 0;
   if (threadIdx.x == 0) {
     blocks = 0;
-    if (!word(words, ENDED) && await_tag(lines, tag, words, args.late)) {
+    if (!word(words, ENDED) && await_tag(lines, tag, words, args.late, behind)) {
       const u32 count = load_relaxed(&lines->count);
       agreed = agreed_key(tag, args.stage) | (count + 1);
       blocks = blocks_of(count, args.row_words, args.blocks);
@@ -586,7 +612,7 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
   }
   __syncthreads();
   begin_next();
-  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);
+  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late, behind);
   if (args.early && args.box == ANSWERS) await_launch();
   if (agreed && args.box == MAILBOX) words[AGREED] = agreed;
 }
