@@ -35,7 +35,7 @@ EQUAL = -1.0  # attention takes as long as a stage's experts
 ATTENTION = (0.0, 100.0, 300.0, EQUAL)  # microseconds
 AIMS = {2: 1.15, 3: 1.05}  # of a layer, over what its stages take
 STEADY = 5.0  # seconds
-ESTIMATED, ANNOUNCED = 8, 200  # passes: to see how long one takes; that are announced one by one
+ESTIMATED, ANNOUNCED = 8, 50  # passes: to see how long one takes; that are announced one by one
 
 
 class Case(NamedTuple):
