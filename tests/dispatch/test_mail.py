@@ -16,6 +16,7 @@ from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Program
 from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail import kernels
+from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.dispatch.mail.layout import (
     FEW_BLOCKS,
     LINE_BYTES,
@@ -29,6 +30,7 @@ from moeserve.dispatch.mail.layout import (
     Word,
 )
 from moeserve.experts.batch import Tally
+from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MOST_STAGES, Status
 from moeserve.quant.formats import FP8_GROUP
 
@@ -139,6 +141,14 @@ def test_the_text_counts_as_the_host_does() -> None:
     }
     assert (kernels.LATE, kernels.LOST) == (Status.LATE, Status.LOST)
     assert kernels.MISFIT not in set(Status) and kernels.ABORT not in (0, kernels.YIELD)
+    headers = {"HEADER": (m.TAG, m.LAYER, m.STAGE, m.COUNT, m.KIND), "ANSWER": (m.TAG, m.EPOCH, m.VERSION)}
+    for name, places in headers.items():
+        said = re.search(rf"enum \{{ ({name}_TAG.*?) \}};", TEXT)
+        assert (
+            said is not None
+            and len(said[1].split(",")) == len(places)
+            and places == tuple(range(len(places)))
+        )
     assert f"#define SHARE {SHARE_WORDS} " in TEXT and f"#define LANE_WORDS {WORDS} " in TEXT
     line = re.search(r"struct __align__\(32\) Line \{(.*?)\};", TEXT, re.DOTALL)
     assert line is not None and "of answers: status, epoch, version" in line[1]
@@ -200,6 +210,29 @@ def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
     first, last = [("mail_bring", blocks)], [("mail_fetch", readers)]
     taken = [("mail_take", takers), *[("mail_post", blocks)] * 2]
     assert launches == first + before + taken + waits + last
+
+
+@pytest.mark.parametrize(
+    ("rows", "takers", "posters"), [(1, 1, 1), (32, 4, 32), (1024, MOST_BLOCKS, MOST_BLOCKS)]
+)
+def test_an_owner_of_rows_in_host_memory_launches_likewise(
+    monkeypatch: pytest.MonkeyPatch, rows: int, takers: int, posters: int
+) -> None:
+    launches: list[tuple[str, int]] = []
+
+    def function(program: Program, name: str, arguments: Arguments) -> Packed:
+        assert arguments.fields["host"] == "int"
+        return Packed(name, arguments, launches)
+
+    monkeypatch.setattr(Program, "function", function)
+    made = HostMailLayout(1024, 2, 7168, 256, 8, torch.bfloat16)
+    owner = kernels.OwnerKernels(made, kernels.words(torch.device("cpu")))
+    hidden = torch.zeros(rows, 7168, dtype=torch.bfloat16)
+    given = kernels.Given(hidden, torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, 8))
+    owner.take(1, 3, given, torch.zeros(rows, dtype=torch.bool))
+    owner.post(1, hidden, last=True)
+    before = [("mail_await", 1)] if takers > FEW_BLOCKS else []
+    assert launches == [*before, ("mail_take", takers), ("mail_post", posters)]
 
 
 def test_all_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ TAKE = Arguments(
     blocks="int",
     awaited="int",
     early="int",
+    host="int",
     **_ROWS,
 )
 POST = Arguments(
@@ -107,6 +108,7 @@ POST = Arguments(
     stage="int",
     row_words="int",
     blocks="int",
+    host="int",
 )
 AWAIT = Arguments(
     "AwaitArguments",
@@ -118,6 +120,7 @@ AWAIT = Arguments(
     row_words="int",
     blocks="int",
     early="int",
+    host="int",
 )
 COPY = Arguments(
     "WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64", "least": "u64", "again": "int"}
@@ -141,7 +144,8 @@ def program(record: RowRecord | None = None, *, true_division: bool = True) -> P
     true_division: as `divides_truly` tells of the caller's device.
     """
     memory = source("moeserve.dispatch.peers", "memory.cu")
-    kernels = source("moeserve.dispatch.mail", BRING, FETCH, EXCHANGE, TAKE, POST, COPY, AWAIT, "mail.cu")
+    arguments = BRING, FETCH, EXCHANGE, TAKE, POST, COPY, AWAIT
+    kernels = source("moeserve.dispatch.mail", *arguments, "mail.cu", "caller.cu", "owner.cu")
     if record is None:
         return Program("\n".join((memory, kernels)))
     rounding = source("moeserve.dispatch.peers", "numbers.cu", "records.cu")
@@ -283,8 +287,9 @@ class OwnerKernels:
     def __init__(self, layout: MailLayout, state: Tensor) -> None:
         self._layout, self._overlaps = layout, _overlaps(state.device)
         made = _program_of(layout.record, state.device)
-        self._take = made.function("mail_take", TAKE).bound({"state": state})
-        self._post = made.function("mail_post", POST).bound({"state": state})
+        always: dict[str, Argument] = {"state": state, "host": int(layout.in_host_memory)}
+        self._take = made.function("mail_take", TAKE).bound(always)
+        self._post = made.function("mail_post", POST).bound(always)
         self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, state, Word.MAILBOX, LATE))
 
     def take(self, stage: int, layer: int, room: Given, valid: Tensor, *, early: bool = False) -> None:
@@ -368,7 +373,8 @@ def _rows(layout: MailLayout, step: tuple[int, int], given: Given) -> dict[str, 
 def _awaits(layout: MailLayout, words: Tensor, box: Word, late: int) -> dict[str, Argument]:
     """What a kernel that waits takes each time."""
     row_words, blocks = layout.row_words, layout.blocks
-    return {"words": words, "box": int(box), "late": late, "row_words": row_words, "blocks": blocks}
+    given: dict[str, Argument] = {"words": words, "box": int(box), "late": late, "row_words": row_words}
+    return given | {"blocks": blocks, "host": int(layout.in_host_memory)}
 
 
 def as_words(column: Tensor) -> Tensor:

@@ -84,6 +84,11 @@ class MailLayout:
             raise ValueError(why)
 
     @property
+    def in_host_memory(self) -> bool:
+        """Whether rows and answers lie there, with one header for all blocks of a step."""
+        return False
+
+    @property
     def row_bytes(self) -> int:
         """Of one row of hidden states, or of answers."""
         return self.hidden * self.dtype.itemsize

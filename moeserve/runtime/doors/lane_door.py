@@ -74,9 +74,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
-    def has_calls(self) -> bool:
-        """Whether calls wait for steps."""
-        return self._lane.in_flight > 0
+    def has_calls(self, own: int) -> bool:
+        """Whether calls wait for steps beside so many: steps of device lanes are calls, too, as long as those
+        count them.
+        """
+        return self._lane.in_flight > own
 
     def drain(self, reason: str) -> None:
         """Refuses calls that come on streams and over leases from now on; those taken go on. Unary calls are

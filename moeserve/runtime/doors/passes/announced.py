@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence
 from moeserve.proto.texts import clipped
@@ -72,6 +73,20 @@ class Announcement:
     version: int  # of the weights that its steps must have; 0: whichever comes first
 
 
+@dataclass(frozen=True)
+class Between:
+    """A pass between two of its steps: none is under way."""
+
+    said: Announcement
+    steps: tuple[int, ...]  # of each stage, that were answered
+    since: tuple[float, ...]  # by stage: when its next rows were first wanted
+    version: int  # of the weights that its next step must have; 0: any
+
+
+Handed = tuple[int, Between | None]
+"""The number of the pass that was announced last, and the one that goes on, if any."""
+
+
 class AnnouncedLane(ABC):
     """A caller's lane. `look` is called by one thread, `detach` by any."""
 
@@ -87,13 +102,28 @@ class AnnouncedLane(ABC):
 
     @property
     @abstractmethod
+    def number(self) -> int:
+        """Of the pass that runs; 0: none does."""
+
+    @property
     def in_pass(self) -> bool:
         """Whether a pass runs."""
+        return self.number != 0
 
     @property
     def soon(self) -> bool:
         """Whether its caller brings rows as soon as it has the answers that are on their way to it."""
         return False
+
+    @property
+    def under_way(self) -> int:
+        """Steps that were begun as calls, and have not ended."""
+        return 0
+
+    @property
+    def announced(self) -> bool:
+        """Whether its caller has announced a pass that was not looked at."""
+        return bool(self._box[m.ANNOUNCED] != self._last)
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +201,22 @@ class AnnouncedLane(ABC):
         """Lets go of its memory; no pass runs any more."""
         for held in self.memory.held:
             held.close()
+
+
+def lane_info(name: str, device: str, lane: AnnouncedLane) -> moe_pb2.DeviceLaneInfo:
+    """What is listed of an attached lane; device: as its caller describes it."""
+    return moe_pb2.DeviceLaneInfo(
+        name=name,
+        device=device,
+        rows=lane.rows,
+        stages=lane.memory.layout.stages,
+        bytes=lane.nbytes,
+        in_pass=lane.in_pass,
+        passes=lane.counts.passes,
+        steps=lane.counts.steps,
+        ended=lane.counts.ended,
+        rows_wire=lane.wire,
+    )
 
 
 def _words(memory: memoryview) -> memoryview:

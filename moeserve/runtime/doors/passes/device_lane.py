@@ -17,7 +17,14 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.tensors import Spec, describe_into
-from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import (
+    AnnouncedLane,
+    Announcement,
+    Between,
+    Handed,
+    LaneMemory,
+    LaneTerms,
+)
 from moeserve.runtime.doors.passes.turns import Company
 
 SOON_SECONDS = 0.0005
@@ -68,6 +75,23 @@ class _Pass:
     stages: list[_Stage]
     ends: tuple[Status, str] | None = None  # how, once the steps under way have ended
 
+    @classmethod
+    def of(cls, between: Between) -> _Pass:
+        """One that goes on."""
+        said = between.said
+        stages = [_Stage(*one) for one in zip(between.since, between.steps, strict=True)]
+        return cls(said.number, said.layers, said.standing, said.any_weights, between.version, stages)
+
+    def between(self) -> Between:
+        """How far it is; no step is under way."""
+        modes = self.standing, self.any_weights, self.version
+        return Between(
+            Announcement(self.number, self.layers, len(self.stages), *modes),
+            tuple(stage.steps for stage in self.stages),
+            tuple(stage.since for stage in self.stages),
+            self.version,
+        )
+
     @property
     def done(self) -> bool:
         return not self.standing and all(stage.steps == len(self.layers) for stage in self.stages)
@@ -90,14 +114,37 @@ class DeviceLane(AnnouncedLane):
 
     def __init__(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> None:
         super().__init__(memory, terms)
+        self.held = False  # whether no step may begin now
         self._begin = begin
         self._pass: _Pass | None = None
         self._lock = threading.Lock()
 
     @property
-    def in_pass(self) -> bool:
-        """Whether a pass runs."""
-        return self._pass is not None
+    def number(self) -> int:
+        """Of the pass that runs; 0: none does."""
+        run = self._pass
+        return 0 if run is None else run.number
+
+    @property
+    def under_way(self) -> int:
+        """Steps that were begun, and have not ended."""
+        run = self._pass
+        return 0 if run is None else sum(stage.busy for stage in run.stages)
+
+    def hand_over(self) -> Handed | None:
+        """Lets go of a pass that runs, which goes on elsewhere; None where a step of it is under way."""
+        with self._lock:
+            run = self._pass
+            if run is not None and (run.ends is not None or any(stage.busy for stage in run.stages)):
+                return None
+            self._pass = None
+        return self._last, None if run is None else run.between()
+
+    def take_over(self, handed: Handed) -> None:
+        """Goes on with what another has let go of."""
+        self._last, between = handed
+        if between is not None:
+            self._goes_on(_Pass.of(between))
 
     def detach(self, why: str) -> None:
         """Ends the pass that runs, and begins no other. Steps under way are given up."""
@@ -118,16 +165,15 @@ class DeviceLane(AnnouncedLane):
         with self._lock:  # a step that ends changes all that is looked at here
             ending = run.ends is not None
             ends = run.ends or self._over(run, now)
-            begun = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
-            if ends is not None:
-                begun = []
+            there = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
+            begun = [] if self.held or ends is not None else there
             for at in begun:
                 run.stages[at].busy = True
         if ends is not None:
             self._end(run, *ends)
             return not ending
         self._start_all(run, begun)
-        return bool(begun)
+        return bool(there)
 
     def _start_all(self, run: _Pass, begun: list[int]) -> None:
         """Starts the steps of stages that count as busy; those that could not be started do so no more."""
@@ -157,14 +203,15 @@ class DeviceLane(AnnouncedLane):
         before, said = self._last, self._announced()
         if said is None:
             return before != self._last
-        made = [_Stage(now) for _ in range(said.stages)]
+        begun = Between(said, (0,) * said.stages, (now,) * said.stages, said.version)
+        self._goes_on(_Pass.of(begun))
+        return True
+
+    def _goes_on(self, run: _Pass) -> None:
         with self._lock:
-            run = self._pass = _Pass(
-                said.number, said.layers, said.standing, said.any_weights, said.version, made
-            )
+            self._pass = run
         if self.detached:
             self._end(run, Status.DETACHED, self.detached)
-        return True
 
     def _is_there(self, run: _Pass, at: int, stage: _Stage, now: float) -> bool:
         """Whether the rows of a stage's next step are there."""

@@ -19,7 +19,13 @@ from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
 from moeserve.proto.tensors import FLOATS, TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
-from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneModel, LaneTerms
+from moeserve.runtime.doors.passes.announced import (
+    AnnouncedLane,
+    LaneMemory,
+    LaneModel,
+    LaneTerms,
+    lane_info,
+)
 from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.mail_lane import MailLane
@@ -86,9 +92,9 @@ class DeviceLanes:
         """begin_for: how steps of the caller at a peer are begun."""
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
-        self.mail: MailHost | None = None  # makes lanes of callers' GPUs; None: there are none
+        self.mail: MailHost | None = None  # makes lanes whose steps are launched ahead; None: none are
         self.why_no_mail = "this rank computes on the CPU"
-        self.others: Callable[[], bool] = lambda: False  # whether calls wait for steps
+        self.others: Callable[[int], bool] = lambda own: False  # whether more calls than that wait for steps
         self._others_at = -math.inf  # when calls were last seen to wait
         self._calls = False  # whether they have waited lately
         self._active: list[AnnouncedLane] = []  # lanes whose callers have wanted steps lately
@@ -152,18 +158,18 @@ class DeviceLanes:
         )
         memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
         handle, wire = b"", ""
-        if self.mail is None or request.device == "cpu":
-            lane: AnnouncedLane = DeviceLane(memory, terms, self._begin_for(peer))
-        else:
-            try:
+        try:
+            if self.mail is None or request.device == "cpu":
+                lane = self._host_lane(memory, terms, self._begin_for(peer))
+            else:
                 made, handle = self.mail.lane(request, memory, terms)
-            except BaseException:
-                for one in held:
-                    one.close()
-                for region in (name, answers):
-                    regions.release(region)
-                raise
-            made.company, lane, wire = (lambda: self._company(made)), made, made.wire
+                made.company, lane, wire = (lambda: self._company(made)), made, made.wire
+        except BaseException:
+            for one in held:
+                one.close()
+            for region in (name, answers):
+                regions.release(region)
+            raise
         reply = moe_pb2.AttachLaneReply(
             mailbox=name,
             answers=answers,
@@ -180,6 +186,14 @@ class DeviceLanes:
         )
         return lane, reply
 
+    def _host_lane(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> AnnouncedLane:
+        """A lane of rows in host memory."""
+        made = None if self.mail is None else self.mail.host_lane(memory, terms, begin)
+        if made is None:
+            return DeviceLane(memory, terms, begin)
+        made.company = lambda: self._company(made)
+        return made
+
     def detach(self, mailbox: str) -> None:
         """Ends the lane of this mailbox. Raises UnknownLane."""
         with self._lock:
@@ -195,7 +209,7 @@ class DeviceLanes:
         """The lanes that are attached, the oldest first."""
         with self._lock:
             there = list(self._lanes.values())
-        return [_info(attached) for attached in there]
+        return [lane_info(one.name, one.device, one.lane) for one in there]
 
     def company(self) -> None:
         """Other members of the group wait behind runs of lanes here; from any thread."""
@@ -260,11 +274,11 @@ class DeviceLanes:
 
     def _note_company(self, lanes: list[AnnouncedLane], now: float) -> None:
         """Notes who wants steps."""
-        if self.others():
+        if self.others(sum(lane.under_way for lane in lanes)):
             self._others_at = now
         since = now - COMPANY_SECONDS
         self._calls = self._others_at >= since
-        self._active = [lane for lane in lanes if lane.active_at >= since]
+        self._active = [lane for lane in lanes if lane.active_at >= since or lane.under_way]
         self._hosts = [lane for lane in self._active if not isinstance(lane, MailLane)]
 
     def _room_for(self, name: str) -> None:
@@ -378,19 +392,3 @@ def _sleep_finely() -> None:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(SET_TIMER_SLACK, 1, 0, 0, 0):
         log.warning("the thread of device lanes sleeps coarsely: prctl: %s", os.strerror(ctypes.get_errno()))
-
-
-def _info(attached: Attached) -> moe_pb2.DeviceLaneInfo:
-    lane, layout = attached.lane, attached.lane.memory.layout
-    return moe_pb2.DeviceLaneInfo(
-        name=attached.name,
-        device=attached.device,
-        rows=lane.rows,
-        stages=layout.stages,
-        bytes=lane.nbytes,
-        in_pass=lane.in_pass,
-        passes=lane.counts.passes,
-        steps=lane.counts.steps,
-        ended=lane.counts.ended,
-        rows_wire=lane.wire,
-    )

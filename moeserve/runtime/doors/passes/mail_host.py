@@ -1,11 +1,13 @@
-"""`MailHost`: makes the lanes of callers' GPUs at a rank that computes on one."""
+"""`MailHost`: makes the lanes whose steps are launched ahead, at a rank that computes on a GPU."""
 
 from __future__ import annotations
 
+import logging
 import re
 
 import torch
 
+from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes.attached import ANY_WIRE
@@ -13,9 +15,14 @@ from moeserve.proto.tensors import TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused
 from moeserve.runtime.doors.passes.announced import LaneMemory, LaneModel, LaneTerms
+from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
+from moeserve.runtime.doors.passes.host_lane import HostLane
 from moeserve.runtime.doors.passes.mail_lane import MailLane
 from moeserve.runtime.doors.passes.turns import Turns
+from moeserve.runtime.rank.runs.host_memory import HostMemory
 from moeserve.runtime.rank.runs.member_runs import CannotRun, MemberRuns
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -23,15 +30,22 @@ GPU = re.compile(r"cuda:[0-9a-fA-F-]{36}")
 
 
 class MailHost:
-    """Checks what callers with a GPU ask for, and makes their lanes.
+    """Checks what callers with a GPU ask for, and makes their lanes, and those of callers of the host.
 
     lane_bytes: of device memory, of one lane at most. share_gpu: callers may share the rank's GPU, and both
-    then take turns of milliseconds.
+    then take turns of milliseconds. host_ahead: steps of rows in host memory are launched ahead, too.
     """
 
     def __init__(
-        self, runs: MemberRuns, model: LaneModel, lane_bytes: int, *, share_gpu: bool = False
+        self,
+        runs: MemberRuns,
+        model: LaneModel,
+        lane_bytes: int,
+        *,
+        share_gpu: bool = False,
+        host_ahead: bool = True,
     ) -> None:
+        self._host_ahead = host_ahead
         self._runs, self._model, self._lane_bytes, self._share_gpu = runs, model, lane_bytes, share_gpu
         self._turns = Turns()
 
@@ -77,6 +91,44 @@ class MailHost:
         lane = MailLane(memory, terms, (layout, mail), runs)
         lane.turns = self._turns
         return lane, mail.handle
+
+    def host_lane(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> HostLane | None:
+        """A lane of rows in host memory whose steps are launched ahead, too; None where they cannot be."""
+        layout, runs, box = memory.layout, self._runs, memory.held
+        dtype = DTYPES.get(layout.dtype.name)
+        if not self._host_ahead:
+            return None
+        if dtype is None or dtype != runs.dtype or layout.rows > runs.most_rows:
+            return None  # to convert rows, or to divide them among steps, is for calls
+        if not all(one.reached for one in box):
+            return None  # why it is not registered was logged
+
+        def let_go() -> None:
+            for one in box:
+                one.close()
+
+        sizes = layout.rows, layout.stages, layout.hidden, layout.experts, layout.top_k
+        try:
+            runs.check(layout.rows, terms.patience)
+            made = HostMailLayout(*sizes, dtype)
+            there = HostMemory.of(box[0].memory, box[1].memory, let_go)
+            mail = runs.attach_host(made, there, terms.patience)
+        except (CannotRun, ValueError) as error:
+            log.info("steps of a caller's rows in host memory are not launched ahead: %s", error)
+            return None
+        except RuntimeError as error:  # the device has no room: the caller is served all the same
+            log.warning("steps of a caller's rows in host memory are not launched ahead: %s", error)
+            return None
+
+        def may_run() -> bool:
+            try:
+                runs.check(layout.rows, terms.patience)
+            except CannotRun:
+                return False
+            return runs.open and layout.rows <= runs.most_rows
+
+        both = DeviceLane(memory, terms, begin), MailLane(memory, terms, (made, mail), runs)
+        return HostLane(memory, terms, both, may_run)
 
     def _wire(self, request: moe_pb2.AttachLaneRequest) -> str:
         """In which the rows are to come."""

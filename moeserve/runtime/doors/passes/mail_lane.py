@@ -21,7 +21,7 @@ from moeserve.dispatch.mail.kernels import ABORT, CHOICE, MISFIT, YIELD
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
-from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, Between, Handed, LaneMemory, LaneTerms
 from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS, MailPass
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.rank.graphs import padded_rows
@@ -42,15 +42,18 @@ class MailLane(AnnouncedLane):
         (self._layout, self._mail), self._runs = mail, runs
         self.company: Callable[[], Company] = lambda: Company.NONE  # who else wants the rank's steps now
         self.turns = Turns()
+        self.held = False  # whether no run may begin now
+        self.for_calls = 0  # the pass whose next step no run takes: its caller's host brings logits
         self._pass: MailPass | None = None
         self._usual: tuple[tuple[int, ...], int] | None = None  # layers and stages of a whole forward pass
         self._padded = 0  # rows of the last run of one
         self._lock = threading.Lock()
 
     @property
-    def in_pass(self) -> bool:
-        """Whether a pass runs."""
-        return self._pass is not None
+    def number(self) -> int:
+        """Of the pass that runs; 0: none does."""
+        run = self._pass
+        return 0 if run is None else run.said.number
 
     @property
     def soon(self) -> bool:
@@ -93,12 +96,13 @@ class MailLane(AnnouncedLane):
         if under_way.early is not None:
             self._look_for_early(under_way, under_way.early, now)
         with self._lock:
-            held = self._runs.makes_room  # others see that this caller wants steps, and wait for nobody
+            held = self.held or self._runs.makes_room  # others see that it wants steps, and wait for nobody
             run = None if self._concluded() or held else self._next_run(under_way, now)
             demanded = under_way.demanded
             self._concluded()  # the caller may be late
         if run is None:
-            return held and bool(self._there(under_way))
+            waits = held or under_way.said.number == self.for_calls
+            return waits and bool(self._there(under_way))
         self._runs.begin(run, self, demanded)
         return True
 
@@ -141,12 +145,30 @@ class MailLane(AnnouncedLane):
         before, said = self._last, self._announced()
         if said is None:
             return before != self._last
+        self._goes_on(Between(said, (0,) * said.stages, (now,), said.version))
+        return True
+
+    def _goes_on(self, between: Between) -> None:
         self._mail.interrupted = False
         self._mail.lane.abort[0] = 0
-        self._pass = MailPass(said, [0] * said.stages, now, said.version)
+        self._pass = MailPass.of(between)
         if self.detached:
             self._end(Status.DETACHED, self.detached)
-        return True
+
+    def hand_over(self) -> Handed | None:
+        """Lets go of a pass, which goes on elsewhere; None where a run of it is under way."""
+        with self._lock:
+            run = self._pass
+            if run is not None and (run.ends is not None or run.flying):
+                return None
+            self._pass = None
+        return self._last, None if run is None else run.between()
+
+    def take_over(self, handed: Handed) -> None:
+        """Goes on with what another has let go of."""
+        self._last, between = handed
+        if between is not None:
+            self._goes_on(between)
 
     def _next_run(self, run: MailPass, now: float) -> Run | None:
         """What is to be launched now; the lock is held. It counts as launched."""
@@ -182,6 +204,9 @@ class MailLane(AnnouncedLane):
         fence()
         headers = [self._header(stage) for stage in (range(len(run.sent)) if foreseen else there)]
         kinds = {kind for _, kind in headers}
+        if self._layout.in_host_memory and kinds != {CHOICE}:
+            self.for_calls = run.said.number  # a call's logits are routed by the host, with other last bits
+            return None
         counts = [min(count, self._layout.rows) for count, _ in headers]
         if run.misfits > 1:  # what is told to this host is not what comes to the device
             run.ends = Status.REFUSED, "bad_step: a header's rows are not those of its step"
@@ -190,7 +215,7 @@ class MailLane(AnnouncedLane):
         rows = min(padded_rows(most), self._runs.most_rows)
         begins, kind = 0 if run.begun else run.said.number, headers[0][1]
         least = 0 if there else padded_rows(counts[0]) // 2 + 1
-        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least)
+        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before)
         run.slow = run.slow and not run.resting
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
         if together and alone and not run.slow and self._runs.leads(made):
@@ -366,5 +391,6 @@ class MailLane(AnnouncedLane):
 
     def close(self) -> None:
         """Lets go of its memory; no pass runs any more."""
-        super().close()
+        if not self._layout.in_host_memory:  # else the device may touch it until it is detached
+            super().close()
         self._runs.detach(self._mail)

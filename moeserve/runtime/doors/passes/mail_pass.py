@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from moeserve.proto.passes.mailbox import Status
-from moeserve.runtime.doors.passes.announced import Announcement
+from moeserve.runtime.doors.passes.announced import Announcement, Between
 
 AHEAD_STEPS = 512
 """Of one run: to record it takes the thread of the steps a millisecond for each, and no other step runs."""
@@ -47,11 +47,26 @@ class MailPass:
     early_turn: int = 0  # of the run of `early`, where that is one step in its turn; 0: it is a forward pass
     missed: int = 0  # steps that are launched when their rows are there, since one was left in its turn
 
+    @classmethod
+    def of(cls, between: Between) -> MailPass:
+        """One that goes on; its next run begins with the steps that it has."""
+        return cls(between.said, list(between.steps), max(between.since), between.version)
+
+    def between(self) -> Between:
+        """How far it is; no run is under way."""
+        steps = tuple(self.told or self.sent)
+        return Between(self.said, steps, (self.since,) * len(steps), self.demanded)
+
     def layer(self, stage: int) -> int:
         return self.said.layers[self.sent[stage] % len(self.said.layers)]
 
     def wants(self, stage: int) -> bool:
         return self.said.standing or self.sent[stage] < len(self.said.layers)
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Steps of each stage before the first run; () for none, and once that is launched."""
+        return () if self.begun or not any(self.sent) else tuple(self.sent)
 
     @property
     def demanded(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from moeserve.device.machine import Machine
 from moeserve.device.nvrtc import NEEDED_MODULE
+from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
@@ -23,6 +24,7 @@ from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.runs.group_runs import ANEW, Act, GroupRuns, OwnRun, Pass
+from moeserve.runtime.rank.runs.host_memory import HostMemory
 from moeserve.runtime.rank.runs.runs import Flight, OwnerLane, PassRuns, Run
 
 log = logging.getLogger(__name__)
@@ -48,10 +50,10 @@ class CannotRun(Exception):
 
 @dataclass(eq=False)
 class Mail:
-    """A lane's memory on the owner's GPU, the caller's as it is mapped here, and the lane."""
+    """A lane, and its memory: on the owner's GPU beside the caller's as it is mapped here, or on the host."""
 
     lane: OwnerLane
-    memory: Mapped
+    memory: Mapped | HostMemory
     interrupted: bool = False  # since its pass has begun
 
     def say(self, word: int) -> None:
@@ -62,8 +64,13 @@ class Mail:
 
     @property
     def handle(self) -> bytes:
-        """What the caller needs to map the owner's memory."""
-        return bytes(self.memory.handle())
+        """What the caller needs to map the owner's memory on a GPU; empty where it lies on the host."""
+        return b"" if isinstance(self.memory, HostMemory) else bytes(self.memory.handle())
+
+    @property
+    def nbytes(self) -> int:
+        """Of device memory."""
+        return 0 if isinstance(self.memory, HostMemory) else self.memory.mine.nbytes
 
 
 class MemberRuns:
@@ -188,6 +195,15 @@ class MemberRuns:
             addresses = memory.mine.data_ptr(), there.data_ptr()
             mail = Mail(self._runs.lane(layout, addresses, patience), memory)
             undone.pop_all()
+        return self._added(mail)
+
+    def attach_host(self, layout: HostMailLayout, memory: HostMemory, patience: float) -> Mail:
+        """A lane whose mailbox and answers lie in registered memory of this host. Raises RuntimeError."""
+        with torch.cuda.device(torch.device(self._rank.device)):
+            torch.cuda.current_stream()  # the context is there
+            return self._added(Mail(self._runs.lane(layout, memory.on_device(), patience), memory))
+
+    def _added(self, mail: Mail) -> Mail:
         with self._lock:
             self._attached.add(mail)
         return mail
@@ -198,7 +214,7 @@ class MemberRuns:
         with self._lock:
             mails = [*self._attached, *self._retired]
         held = self._runs.held
-        mailboxes = sum(mail.memory.mine.nbytes for mail in mails)
+        mailboxes = sum(mail.nbytes for mail in mails)
         return held._replace(rooms=held.rooms + self._group.nbytes, mailboxes=mailboxes)
 
     @property
@@ -249,6 +265,11 @@ class MemberRuns:
             self._full = full
             if full and self._begun:
                 self._launches.notify_all()
+
+    @property
+    def open(self) -> bool:
+        """Whether steps of all layers may be taken now."""
+        return not self.closed()
 
     def _closed(self, run: Run) -> str:
         """Why no step of the run may be taken now; empty where it may."""

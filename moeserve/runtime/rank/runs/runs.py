@@ -52,10 +52,11 @@ class OwnerLane:
     free: deque[Tensor] = field(default_factory=deque)  # pinned, int64 [WORDS]
     counted: int = 0  # steps of all stages of the pass, as the last run that was read left them
 
-    def begun(self, number: int) -> Tensor:
-        """The state in which pass `number` begins, pinned."""
+    def begun(self, number: int, steps: tuple[int, ...] = ()) -> Tensor:
+        """The state in which pass `number` begins, pinned. steps: of each stage, that were not runs'."""
         made = self.take_pinned()
         made.zero_()
+        made[STEPS : STEPS + len(steps)] = torch.tensor(steps, dtype=torch.int64)
         made[Word.MAILBOX], made[Word.ANSWERS] = self.addresses
         made[Word.NUMBER], made[Word.PATIENCE] = number, int(self.patience * 1e9)
         made[Word.ABORT], made[Word.OWN] = self.abort.data_ptr(), self.state.data_ptr()
@@ -76,6 +77,7 @@ class Run(NamedTuple):
     begins: int = 0  # the pass that begins with it; 0: it goes on with one
     again: bool = False  # steps before it were left, since their rows did not fit
     least: int = 0  # rows that its first step must have, where it is launched before they came; 0: any
+    before: tuple[int, ...] = ()  # by stage, of the pass that begins: steps that were computed as calls
 
 
 class Told(NamedTuple):
@@ -94,6 +96,7 @@ class Flight:
     lane: OwnerLane
     begins: bool  # a pass
     pinned: list[Tensor]  # the last one holds the state
+    first: int = 0  # steps of all stages before it, where a pass begins
 
     def read(self) -> Told:
         """What has become of it. Flights of a lane are read in their order."""
@@ -101,7 +104,7 @@ class Flight:
         lane.free.extend(self.pinned)
         self.pinned = []
         ended, steps = there[Word.ENDED], tuple(there[STEPS : STEPS + lane.layout.stages])
-        before, lane.counted = 0 if self.begins else lane.counted, sum(steps)
+        before, lane.counted = self.first if self.begins else lane.counted, sum(steps)
         return Told(ended, steps, lane.counted - before if ended in (0, MISFIT) else 0)
 
 
@@ -178,8 +181,8 @@ class PassRuns:
         """An owner's end of a lane; see OwnerLane. Its kernels are loaded, which waits for the device."""
         with self._lock:
             self._kernels_of(layout)
-            self._lanes[layout] += 1
             self._rooms.grow(layout, layout.rows)  # now: to allocate may wait for what waits on the device
+            self._lanes[layout] += 1
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         made = OwnerLane(layout, addresses, abort, patience, words(self._device))
         made.free.extend([made.take_pinned() for _ in range(READY_COPIES)])
@@ -196,7 +199,7 @@ class PassRuns:
         if (meter := self._rank.meter) is not None:
             meter.tick(time.monotonic())  # before what waits
         if run.begins:
-            pinned.append(lane.begun(run.begins))
+            pinned.append(lane.begun(run.begins, run.before))
             lane.state.copy_(pinned[0], non_blocking=True)
         pinned.append(lane.take_pinned())  # now: more of it is had only when nothing waits on the device
         if run.begins or self._stamps.get(lane) != stamp:
@@ -210,7 +213,7 @@ class PassRuns:
         while self._told and self._told[0][0].query():  # type: ignore[no-untyped-call]
             self._told.popleft()
         self._told.append((event, pinned[-1]))
-        return Flight(event, lane, bool(run.begins), pinned)
+        return Flight(event, lane, bool(run.begins), pinned, sum(run.before))
 
     def forget(self, lane: OwnerLane) -> None:
         """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""

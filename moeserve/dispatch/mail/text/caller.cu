@@ -1,0 +1,97 @@
+// The caller's kernels: they bring rows and fetch answers. `mail.cu` precedes this text.
+
+// Brings `count` rows of `layer` into the mailbox, by so many blocks. Whether the pass had ended is read once: a fetch beside
+// it may end the pass, and then nobody wants what some threads bring.
+template <class Rows>
+DEVICE void bring(const Rows& args, int block, int blocks, u64 number, u64 steps, u64 ended) {
+  u64* words = args.table;
+  const u64 mirror = words[MIRROR];
+  u8* box = (u8*)words[MAILBOX];
+  Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
+  if (!ended) {
+    send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
+    routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
+  }
+  if (!__syncthreads_and(!ended)) return;  // the release below is of what all threads of the block have written
+  const u64 tag = tag_of(number, steps);
+  if (threadIdx.x == 0) {
+    Line* line = (Line*)(box + args.lines_at) + block;
+    store_relaxed(&line->count, args.count);
+    store_relaxed(&line->first, args.layer);
+    store_relaxed(&line->second, args.kind);
+    store_release(&line->tag, tag);
+  } else if (threadIdx.x == WARP && block == 0 && mirror) {  // beside it: a release takes a microsecond or two
+    volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);  // for the owner's host
+    header[HEADER_LAYER] = args.layer;
+    header[HEADER_STAGE] = args.stage;
+    header[HEADER_COUNT] = args.count;
+    header[HEADER_KIND] = args.kind;
+    store_release((u64*)header + HEADER_TAG, tag);
+  }
+}
+
+// The answer to a stage's rows, which was written by `lines` blocks.
+struct Answer {
+  u64* words;
+  uint4* out;
+  u64 lines_at, rows_at;
+  int stage, count, row_words, lines;
+};
+
+// Waits for an answer and stores it, by so many blocks; `awaited`: another kernel has waited for all but the block's own line.
+// What has no answer is filled with zeros, and ENDED says why. `beside`: it began beside what was launched before, which may
+// use `out` until it is over.
+DEVICE void fetch(const Answer& of, int block, int blocks, bool awaited, bool beside) {
+  u64* words = of.words;
+  const u64 steps = word(words, STEPS + of.stage), tag = tag_of(words[NUMBER], steps);
+  const u8* answers = (const u8*)words[ANSWERS];
+  const int lines = awaited ? 1 : of.lines;  // that this block looks at
+  bool there = true;
+  if (threadIdx.x < lines) {
+    const Line* line = (const Line*)(answers + of.lines_at) + (awaited ? block : threadIdx.x);
+    there = !word(words, ENDED) && await_tag(line, tag, words, LOST);
+    if (const u32 status = there ? load_relaxed(&line->first) : 0u) {
+      note_end(words, status);
+      there = false;
+    }
+  }
+  there = __syncthreads_and(there);
+  const long all = (long)of.count * of.row_words;
+  Copy answer((const uint4*)(answers + of.rows_at), there ? all : 0, block, blocks);
+  if (beside) await_launch();
+  if (threadIdx.x == 0) count_step(words, of.stage, steps, blocks);
+  if (there) {
+    answer.store(of.out);
+  } else {
+    const long first = all * block / blocks, last = all * (block + 1) / blocks;
+    for (long at = first + threadIdx.x; at < last; at += blockDim.x) of.out[at] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// A fetch that comes next begins beside it.
+extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
+  const u64* words = args.table;
+  const u64 number = words[NUMBER], steps = words[STEPS + args.stage], ended = words[ENDED];
+  begin_next();
+  bring(args, blockIdx.x, gridDim.x, number, steps, ended);
+}
+
+extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
+  if (args.awaited) await_launch();
+  const Answer of = {args.table, args.out, args.lines_at, args.rows_at, args.stage, args.count, args.row_words, args.lines};
+  fetch(of, blockIdx.x, gridDim.x, args.awaited, !args.awaited);
+}
+
+// Brings rows by its first `bringing` blocks, and fetches the answer of another stage by the others: neither waits for what the
+// other asks for.
+extern "C" __global__ void mail_exchange(const __grid_constant__ ExchangeArguments args) {
+  u64* words = args.table;
+  const int block = blockIdx.x;
+  if (block < args.bringing) {
+    bring(args, block, args.bringing, words[NUMBER], words[STEPS + args.stage], word(words, ENDED));
+    return;
+  }
+  const Answer of = {words, args.out, args.answer_lines_at, args.answer_at, args.answer_stage, args.answer_count, args.row_words,
+                     args.lines};
+  fetch(of, block - args.bringing, gridDim.x - args.bringing, false, false);
+}

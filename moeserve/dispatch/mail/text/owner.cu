@@ -1,0 +1,281 @@
+// The owner's kernels: they take rows and post answers. `mail.cu` precedes this text.
+
+// Rows in host memory (`host`) have one header for all blocks in place of lines, whose tag comes first, too. It lies in
+// memory that the caller may write at any time: each of its words is read once, and is a number that fits.
+DEVICE u32 said(const Line* header, int at) {
+  const u64 value = load_relaxed((const u64*)header + at);
+  return value < MOST_SAID ? (u32)value : MOST_SAID;
+}
+
+DEVICE bool await_first(const Line* line, u64 tag, u64* words, u64 late, u64 took, bool host) {
+  return host ? await_tag<HOST_POLLS>(line, tag, words, late, took) : await_tag(line, tag, words, late, took);
+}
+
+// The step that AGREED is of, in its upper half: another one than that of the step before. A pass begins with 0.
+DEVICE u64 agreed_key(u64 tag, int stage) { return tag << 35 | (u64)stage << 32; }
+
+// How many rows a step has, for all blocks of a take alike: as many as the first of them has read. The word has one more,
+// and is in memory that the caller has not mapped.
+DEVICE u32 agree(u64* words, u64 key, u32 count) {
+  const u64 mine = key | (count + 1);
+  for (u64 before = word(words, AGREED);;) {
+    if ((before & ~0xffffffffull) == key && (u32)before) return (u32)before - 1;
+    const u64 found = atomicCAS(words + AGREED, before, mine);
+    if (found == before) return count;
+    before = found;
+  }
+}
+
+// Waits until all posts before have ended, for which no take had to wait that began beside one.
+DEVICE void await_posts(u64* words, u64 took) {
+  const u64 began = nanoseconds();
+  while (load_acquire(words + DONE) + 1 < took)
+    if (nanoseconds() - began > LONGEST_POST) return note_end(words, LOST);
+}
+
+// Takes the rows of a step of `layer` into a room of `padded` rows; those that are none are not valid.
+//
+// The room still holds what another caller's step left there, and the caller may write its lines anew at any time, so
+// that two reads of a count may differ. It is therefore agreed upon once: by the kernel that waits before many blocks,
+// or by the first block that has read it. From it alone follow which rows are valid, how they are divided, and how many
+// are posted. So each valid row has been written by this step; where a block has not come to its share, it has noted
+// that the pass has ended, and nothing is posted. Rows, ids, weights and logits may change under a reader, too; whatever
+// is read is the caller's own.
+//
+// A step that was launched before anybody knew of its rows has in LEAST how few there may be, for as many as were
+// launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
+//
+// Where it follows a post of another stage (`early`) it begins beside that: all before the post is over then, so that
+// nobody reads the room any more. What the post reads or writes itself (TAKEN, ENDED) waits until the post has read all that
+// it gives: the kernels behind this one run while it is on its way.
+extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
+  u64* words = args.state;
+  if (!args.early || args.awaited) await_launch();
+  const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage)), least = word(words, LEAST);
+  const u64 took = word(words, TOOK), behind = args.early ? took : 0;
+  const u8* box = (const u8*)words[MAILBOX];
+  const Line* lines = (const Line*)(box + args.lines_at);
+  if (!args.awaited && !args.host) {  // rows are likely there
+    const long most = min(args.padded, args.most);
+    ask_for(box + args.hidden_at, most * MAIL_ROW_BYTES(args));
+    ask_for(box + args.route_at, most * args.route_words * 4);
+    if (args.weights) ask_for(box + args.weights_at, most * args.route_words * 4);
+  }
+  __shared__ u32 rows;
+  const int block = blockIdx.x;
+  u32 layer = 0, kind = 0, count_there = 0;
+  bool began = false;
+  if (threadIdx.x == 0) {
+    rows = 0;
+    began = !word(words, ENDED) && (args.awaited || await_first(lines, tag, words, LATE, behind, args.host));
+    if (args.host) {
+      const u32 stage = said(lines, HEADER_STAGE);
+      layer = said(lines, HEADER_LAYER), kind = said(lines, HEADER_KIND), count_there = said(lines, HEADER_COUNT);
+      if (stage != (u32)args.stage) layer = MOST_SAID;  // no layer's
+    } else {
+      layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
+      count_there = load_relaxed(&lines->count);
+    }
+  }
+  if (threadIdx.x == 0) {
+    if (began) {
+      u32 count = count_there;
+      if (args.awaited) count = (u32)word(words, AGREED) - 1;
+      else if (gridDim.x > 1) count = agree(words, agreed_key(tag, args.stage), count);
+      const bool other = layer != (u32)args.layer || kind != (u32)args.kind;
+      const bool wrong = other && !(args.host && layer == (u32)args.layer && kind <= 1);  // its host may change the kind
+      if ((wrong && !least) || count > (u32)args.most) {
+        note_end(words, REFUSED, behind);
+      } else if (other || count > (u32)args.padded || count < least) {
+        note_end(words, MISFIT, behind);
+      } else {
+        rows = count;
+        if (block == 0 && least) words[LEAST] = 0;  // of the run's first step; another block that reads 0 agrees
+      }
+    }
+  }
+  __syncthreads();
+  const u32 count = rows;
+  const int lines_there = blocks_of(count, args.row_words, args.blocks);
+  bool there = count > 0;
+  if (there && !args.awaited && !args.host && threadIdx.x && threadIdx.x < lines_there)
+    there = await_tag(lines + threadIdx.x, tag, words, LATE, behind);
+  there = __syncthreads_and(there);
+  const int blocks = args.awaited ? lines_there : gridDim.x;
+  if (there && block < blocks) {
+    Routes routes((const u32*)(box + args.route_at), args.weights ? (const u32*)(box + args.weights_at) : nullptr,
+                  (long)count * args.route_words, block, blocks);
+    take_rows(box + args.hidden_at, args.hidden, count, args.row_words, block, blocks);
+    const u32 experts = args.weights ? (u32)args.experts : 0xffffffffu;
+    routes.store(args.route, args.weights, [&](u32 id) {
+      const bool known = !args.weights || id + 1 <= experts;  // -1: none
+      if (!known) note_end(words, REFUSED, behind);  // and nobody computes it
+      return known ? id : 0xffffffffu;
+    });
+  }
+  if (block == 0)
+    for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
+  if (block || threadIdx.x) return;
+  if (args.early) await_read(words, took);
+  words[TAKEN] = count;
+  words[TOOK] = took + 1;
+}
+
+// Whether a member is waited for no more whose sums the answer should have. Each of the first 64 threads looks at a place.
+DEVICE bool lacks_sums(const PostArguments& args) {
+  const int place = threadIdx.x;
+  return args.living && place < 64 && (args.places >> place & 1) && !args.living[place];
+}
+
+// Adds the rows that each slot's expert computed in this step to what it did before. By one block. The first of each
+// thread are asked for when this is made.
+struct Tally {
+  u64 sum;
+
+  DEVICE Tally(const PostArguments& args) : sum(of(args, threadIdx.x)) {}
+
+  static DEVICE u64 of(const PostArguments& args, int slot) {
+    return slot < args.slots ? args.totals[slot] + args.counts[slot] : 0;
+  }
+
+  DEVICE void store(const PostArguments& args) {
+    for (int slot = threadIdx.x; slot < args.slots; slot += blockDim.x, sum = of(args, slot)) args.totals[slot] = sum;
+  }
+};
+
+DEVICE void note_read(u64* words, u64 took) { *(volatile u64*)(words + READ) = took; }
+
+// A block of a post has read its share, and whether the pass had ended; the last one notes that all is read. All blocks come
+// here, once.
+DEVICE void count_read(u64* words, int stage, u64 took) {
+  if (gridDim.x > 1 && (atomicAdd(words + TICKETS + stage, 1ull << 32) >> 32) != gridDim.x - 1) return;
+  note_read(words, took);
+}
+
+DEVICE void note_post(u64* words, u64 took) {
+  note_read(words, took);
+  store_release(words + DONE, took);
+}
+
+// Brings the words of a run that has ended to its lane's own state and to the host, by one block.
+DEVICE void bring_back(const u64* words) {
+  if (threadIdx.x >= LANE_WORDS) return;
+  const u64 value = word(words, threadIdx.x);
+  ((u64*)word(words, OWN))[threadIdx.x] = value;
+  ((volatile u64*)word(words, MIRROR))[threadIdx.x] = value;
+}
+
+// Says in host memory that an answer is there: by the block that counts last, which has seen all others' tickets.
+DEVICE void tell_host(u64* header, u64 tag, u32 epoch, u32 version) {
+  volatile u64* words = header;
+  words[ANSWER_EPOCH] = epoch;
+  words[ANSWER_VERSION] = version;
+  __threadfence_system();  // behind what those have written, too
+  words[ANSWER_TAG] = tag;
+}
+
+// Gives the answer of the step that was taken last to its caller, and counts the step and its rows. Behind the last step of
+// a run it brings the words back. Of a caller's rows in host memory the owner's host says how a pass has ended.
+//
+// READ says that whatever is launched behind it may write what it reads, DONE that it is over; both by how many steps
+// were taken (TOOK), since a take that begins beside a post may end before it. A take begins as soon as all before the post is
+// over: it asks for what it needs meanwhile, and writes nothing that the post reads.
+extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args) {
+  u64* words = args.state;
+  await_launch();
+  begin_next();
+  Tally counted(args);
+  if (args.living && __syncthreads_or(lacks_sums(args))) {
+    if (threadIdx.x == 0) note_end(words, LOST);
+    __syncthreads();
+  }
+  const u64 took = word(words, TOOK);
+  __shared__ u64 seen;  // once for all threads: another block may end the pass meanwhile
+  if (threadIdx.x == 0) {
+    u64 ended = word(words, ENDED);
+    if (word(words, DONE) + 1 < took) {
+      await_posts(words, took);
+      ended = word(words, ENDED);
+    }
+    seen = ended;
+  }
+  const u64 number = words[NUMBER];
+  const u32 count = (u32)word(words, TAKEN), epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
+  u8* answers = (u8*)words[ANSWERS];
+  __syncthreads();
+  const u64 ended = seen, steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
+  const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
+  if (blockIdx.x == 0) counted.store(args);
+  if (ended == MISFIT) {
+    if (blockIdx.x) return;
+    __syncthreads();
+    if (threadIdx.x == 0) note_post(words, took);
+    __syncthreads();
+    if (args.last) bring_back(words);
+    return;
+  }
+  if (!ended && blockIdx.x >= blocks && threadIdx.x == 0) count_read(words, args.stage, took);  // it has no share
+  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
+    if (!ended)
+      copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
+    __syncthreads();  // the release below is of what all threads of the block have written
+    if (threadIdx.x) continue;
+    if (!ended) count_read(words, args.stage, took);
+    if (args.host) continue;
+    Line* line = (Line*)(answers + args.lines_at) + block;
+    store_relaxed(&line->count, count);
+    store_relaxed(&line->first, (u32)ended);
+    store_relaxed(&line->second, epoch);
+    store_relaxed(&line->third, version);
+    store_release(&line->tag, tag);
+  }
+  __syncthreads();
+  bool counted_last = false;
+  if (args.host && gridDim.x > 1 && threadIdx.x == 0) __threadfence_system();  // before this block's ticket
+  if (threadIdx.x == 0 && (counted_last = count_step(words, args.stage, steps, gridDim.x))) {
+    if (args.host && !ended) tell_host((u64*)(answers + args.lines_at), tag, epoch, version);
+    note_post(words, took);
+  }
+  if (args.last && __syncthreads_or(counted_last)) bring_back(words);
+}
+
+// Begins a run: the words of the lane whose run it is come to those that all kernels of the owner read, and with them
+// where the host is told of them in the end. `again`: steps before it were left, whose end is not the pass's. Where a launch
+// has failed behind a take, the post before that may not be over, which writes to those that are copied over.
+extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments args) {
+  if (threadIdx.x == 0) await_posts(args.to, word(args.to, TOOK));
+  __syncthreads();
+  u64 value = args.from[threadIdx.x];
+  if (threadIdx.x == MIRROR) value = args.host;
+  else if (threadIdx.x == LEAST && (args.least || args.again)) value = args.least;
+  else if (threadIdx.x == ENDED && args.again) value = 0;
+  args.to[threadIdx.x] = value;
+}
+
+// The owner's and the caller's. One block waits for all lines of a step, before a kernel of many blocks is launched: waiting
+// takes a stream and no multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
+// kernel behind it may begin as soon as the first line is there, since the others are on their way then, and waits until this
+// one is over; before a fetch until all else is, too. `early`: as of a take. Rows in host memory have one header, for which
+// it waits alone.
+extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
+  u64* words = args.words;
+  if (!args.early) await_launch();
+  const u64 behind = args.early && args.box == MAILBOX ? word(words, TOOK) : 0;
+  const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage));
+  const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
+  __shared__ int blocks;
+  u64 agreed = 0;
+  if (threadIdx.x == 0) {
+    blocks = 0;
+    if (!word(words, ENDED) && await_first(lines, tag, words, args.late, behind, args.host)) {
+      const u32 count = args.host ? said(lines, HEADER_COUNT) : load_relaxed(&lines->count);
+      agreed = agreed_key(tag, args.stage) | (count + 1);
+      blocks = args.host ? 1 : blocks_of(count, args.row_words, args.blocks);
+    }
+  }
+  __syncthreads();
+  begin_next();
+  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late, behind);
+  if (args.early && args.box == ANSWERS) await_launch();
+  if (agreed && args.box == MAILBOX) words[AGREED] = agreed;
+}

@@ -1,0 +1,144 @@
+"""Which callers with rows in host memory get a lane that is run ahead, and what becomes of its memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from host_callers import LAYOUT, HostCaller
+
+from moeserve.dispatch.mail.host_layout import HostMailLayout
+from moeserve.proto import moe_pb2
+from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneModel
+from moeserve.runtime.doors.passes.device_lane import DeviceLane
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.host_lane import HostLane
+from moeserve.runtime.doors.passes.mail_host import MailHost
+from moeserve.runtime.doors.passes.turns import Company
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
+from moeserve.runtime.doors.payloads.registration import Registrar
+from moeserve.runtime.rank.runs.host_memory import HostMemory
+from moeserve.runtime.rank.runs.member_runs import CannotRun, Mail
+
+MODEL = LaneModel("tiny", 8, 4, 2, (3, 5))
+
+
+class Driver:
+    """Registers all memory, or none."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.registered = list[int]()
+
+    def register(self, address: int, nbytes: int) -> str:
+        if not self.why:
+            self.registered.append(address)
+        return self.why
+
+    def unregister(self, address: int) -> str:
+        self.registered.remove(address)
+        return ""
+
+
+class Runs:
+    """A member's runs, as far as lanes are made."""
+
+    dtype, most_rows, retired, makes_room, open = torch.bfloat16, 64, 0, False, True
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.attached = list[tuple[HostMailLayout, HostMemory]]()
+        self.detached = list[Mail]()
+
+    def check(self, rows: int, patience: float) -> None:
+        if self.why == "group":
+            raise CannotRun("its group cannot")
+
+    def attach_host(self, layout: HostMailLayout, memory: HostMemory, patience: float) -> Mail:
+        if self.why == "room":
+            raise torch.OutOfMemoryError("no room")
+        self.attached.append((layout, memory))
+        return Mail(SimpleNamespace(abort=torch.zeros(1)), memory)  # type: ignore[arg-type]
+
+    def detach(self, mail: Mail) -> None:
+        self.detached.append(mail)
+
+
+def attached(
+    regions: Regions, runs: Runs, rows: int = 4, dtype: str = "DTYPE_BF16"
+) -> tuple[DeviceLanes, AnnouncedLane]:
+    lanes = DeviceLanes(regions, MODEL, DeviceLaneLimits(lanes=2), lambda peer: lambda *step: None)
+    lanes.mail = MailHost(runs, MODEL, 1 << 20, host_ahead=runs.why != "key")  # type: ignore[arg-type]
+    request = moe_pb2.AttachLaneRequest(
+        name="one", device="cpu", rows=rows, stages=1, dtype=moe_pb2.DType.Value(dtype)
+    )
+    made = lanes.attach(request, "unix:")
+    return lanes, lanes._lanes[made.mailbox].lane
+
+
+@pytest.mark.parametrize("why", ["", "key", "registered", "group", "room", "dtype", "rows"])
+def test_a_lane_that_cannot_be_run_ahead_is_one_of_calls(why: str) -> None:
+    driver = Driver("CUDA error 1" if why == "registered" else "")
+    regions, runs = Regions(RegionLimits(), Registrar(driver, 1 << 20)), Runs(why)
+    dtype = "DTYPE_FP32" if why == "dtype" else "DTYPE_BF16"
+    lanes, lane = attached(regions, runs, 65 if why == "rows" else 4, dtype)
+    try:
+        assert isinstance(lane, DeviceLane if why else HostLane)
+        assert lane.number == 0 and not lane.in_pass and lanes.attached()[0].rows == lane.rows
+        if not why:
+            ((layout, memory),) = runs.attached
+            assert layout.words == lane.memory.layout
+            assert sorted(memory.addresses) == sorted(driver.registered)
+    finally:
+        lanes.close()
+        regions.close()
+
+
+def test_memory_stays_registered_until_the_rank_lets_go_of_the_lane() -> None:
+    driver = Driver("")
+    regions, runs = Regions(RegionLimits(), Registrar(driver, 1 << 20)), Runs("")
+    lanes, lane = attached(regions, runs)
+    lanes.detach(lane.memory.mailbox)
+    lanes.close()
+    assert len(driver.registered) == 2 and regions.bytes, "something of the device may be under way"
+    runs.detached[0].memory.close()
+    assert runs.detached[0].nbytes == 0 and runs.detached[0].handle == b""
+    regions.close()
+    assert not driver.registered and not regions.bytes
+
+
+def test_steps_of_lanes_count_as_no_calls_of_others() -> None:
+    regions = Regions(RegionLimits())
+    lanes, found = DeviceLanes(regions, MODEL, DeviceLaneLimits(), lambda peer: lambda *step: None), [3]
+    lanes.others = lambda own: found[0] > own
+    mine: AnnouncedLane = SimpleNamespace(active_at=0.0, under_way=3)  # type: ignore[assignment]
+    lanes._note_company([mine], 10.0)
+    assert lanes._company(mine) is Company.NONE
+    found[0] = 4
+    lanes._note_company([mine], 10.0)
+    assert lanes._company(mine) is Company.CALLS
+    lanes.close()
+    regions.close()
+
+
+def test_the_layout_of_host_memory_is_that_of_its_words() -> None:
+    words = MailboxLayout.of((40, 2), (8, 4, 2), "bf16")
+    assert LAYOUT.words == words
+    assert (LAYOUT.mailbox_bytes, LAYOUT.answers_bytes) == (words.mailbox_bytes, words.answers_bytes)
+    for stage in (0, 1):
+        header, *columns = LAYOUT.columns(stage)
+        assert header == 8 * words.header(stage) and tuple(columns) == words.columns(stage)
+        assert LAYOUT.answer(stage) == (8 * words.answer_header(stage), words.answer(stage))
+        places = [header, *columns, *LAYOUT.answer(stage)]
+        assert not any(place % 16 for place in places)
+    with pytest.raises(ValueError, match="come as they are"):
+        HostMailLayout(4, 1, 256, 8, 2, torch.bfloat16, "fp8_group128")
+
+
+def test_both_ways_count_alike() -> None:
+    regions = Regions(RegionLimits())
+    host = HostCaller(regions).host
+    assert host.counts is host._calls.counts is host._runs.counts
+    regions.close()
