@@ -234,6 +234,29 @@ def test_a_group_that_ends_loses_what_waits_and_the_next_pass_asks_anew(caller: 
     assert caller.host.ahead and not caller.aborted and caller.lane.in_pass
 
 
+def test_a_pass_that_rests_as_the_group_ends_goes_on_as_calls(caller: HostCaller) -> None:
+    """Which are held for the next group, where a run would be lost."""
+    device = HostDevice(caller)
+    caller.standing(LAYERS)
+    for step in range(3):
+        caller.bring(0, step)
+        flown(caller, device)
+    assert caller.answered(0, 2) and caller.host.ahead and not device.queue
+    caller.mail.interrupted, caller.mail.lane.abort[0], caller.can = True, ABORT, False
+    caller.bring(0, 3)
+    caller.looked()
+    caller.looked()
+    assert not caller.host.ahead and len(caller.calls) == 1 and caller.lane.in_pass
+    caller.calls[0].answer()
+    caller.can = True
+    caller.look(later=CHECK_SECONDS * 1.1)
+    for step in range(4, 6):
+        caller.bring(0, step)
+        flown(caller, device)
+        assert caller.answered(0, step)
+    assert caller.host.ahead and not caller.mail.interrupted
+
+
 def test_a_step_that_the_lane_has_no_room_for_comes_as_a_run(caller: HostCaller) -> None:
     device, caller.others = HostDevice(caller), Company.CALLS
     caller.standing(LAYERS)

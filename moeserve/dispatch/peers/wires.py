@@ -89,7 +89,7 @@ def wire_code(spec: DispatchSpec) -> WireCode:
     number, factor = RECORDS, 1.0
     if wire.name in STATIC:
         number, factor = FUSED.get(wire.name, RECORDS), _factor(wire)
-    elif wire is WIRES[wire.name]:
+    elif wire is WIRES.get(wire.name):
         number = FUSED.get(wire.name, RECORDS)
     record = RowRecord(wire, spec.hidden)
     options = [

@@ -185,11 +185,13 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late, u64 took 
 }
 
 // The last of so many blocks counts the step; whether this is it. All threads of a block have read the count, `steps`, before
-// one of them calls this.
-DEVICE bool count_step(u64* words, int stage, u64 steps, int blocks) {
+// one of them calls this. `read`: how many blocks of a post have counted what they read.
+DEVICE bool count_step(u64* words, int stage, u64 steps, int blocks, u32* read = nullptr) {
   if (blocks > 1) {
     __threadfence();  // whoever counts last may copy all words
-    if ((u32)atomicAdd(words + TICKETS + stage, 1ull) != blocks - 1) return false;
+    const u64 before = atomicAdd(words + TICKETS + stage, 1ull);
+    if ((u32)before != blocks - 1) return false;
+    if (read) *read = (u32)(before >> 32);
     words[TICKETS + stage] = 0;
   }
   words[STEPS + stage] = steps + 1;

@@ -33,6 +33,13 @@ DEVICE void await_posts(u64* words, u64 took) {
     if (nanoseconds() - began > LONGEST_POST) return note_end(words, LOST);
 }
 
+// The tag of a stage's next step, of which `behind` steps of the run were taken before: the post that counted the stage's last
+// one is over. 0: all posts are.
+DEVICE u64 next_tag(u64* words, int stage, u64 behind) {
+  if (behind) await_posts(words, behind);
+  return tag_of(words[NUMBER], word(words, STEPS + stage));
+}
+
 // Takes the rows of a step of `layer` into a room of `padded` rows; those that are none are not valid.
 //
 // The room still holds what another caller's step left there, and the caller may write its lines anew at any time, so
@@ -51,8 +58,7 @@ DEVICE void await_posts(u64* words, u64 took) {
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   if (!args.early || args.awaited) await_launch();
-  const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage)), least = word(words, LEAST);
-  const u64 took = word(words, TOOK), behind = args.early ? took : 0;
+  const u64 least = word(words, LEAST), took = word(words, TOOK), behind = args.early ? took : 0;
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
   if (!args.awaited && !args.host) {  // rows are likely there
@@ -62,11 +68,14 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
     if (args.weights) ask_for(box + args.weights_at, most * args.route_words * 4);
   }
   __shared__ u32 rows;
+  __shared__ u64 wanted;
   const int block = blockIdx.x;
   u32 layer = 0, kind = 0, count_there = 0;
   bool began = false;
+  u64 tag = 0;
   if (threadIdx.x == 0) {
     rows = 0;
+    wanted = tag = next_tag(words, args.stage, behind);
     began = !word(words, ENDED) && (args.awaited || await_first(lines, tag, words, LATE, behind, args.host));
     if (args.host) {
       const u32 stage = said(lines, HEADER_STAGE);
@@ -96,6 +105,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   }
   __syncthreads();
   const u32 count = rows;
+  tag = wanted;
   const int lines_there = blocks_of(count, args.row_words, args.blocks);
   bool there = count > 0;
   if (there && !args.awaited && !args.host && threadIdx.x && threadIdx.x < lines_there)
@@ -191,7 +201,9 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   }
   const u64 took = word(words, TOOK);
   __shared__ u64 seen;  // once for all threads: another block may end the pass meanwhile
+  __shared__ u32 taken;  // likewise: when this thread has counted what is read, a take may write it
   if (threadIdx.x == 0) {
+    taken = (u32)word(words, TAKEN);
     u64 ended = word(words, ENDED);
     if (word(words, DONE) + 1 < took) {
       await_posts(words, took);
@@ -200,9 +212,10 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
     seen = ended;
   }
   const u64 number = words[NUMBER];
-  const u32 count = (u32)word(words, TAKEN), epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
+  const u32 epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
   u8* answers = (u8*)words[ANSWERS];
   __syncthreads();
+  const u32 count = taken;
   const u64 ended = seen, steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   if (blockIdx.x == 0) counted.store(args);
@@ -232,8 +245,10 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   __syncthreads();
   bool counted_last = false;
   if (args.host && gridDim.x > 1 && threadIdx.x == 0) __threadfence_system();  // before this block's ticket
-  if (threadIdx.x == 0 && (counted_last = count_step(words, args.stage, steps, gridDim.x))) {
-    if (args.host && !ended) tell_host((u64*)(answers + args.lines_at), tag, epoch, version);
+  u32 read = 0;  // blocks that found the pass as it was, of which all have to be there where one tag speaks for all
+  if (threadIdx.x == 0 && (counted_last = count_step(words, args.stage, steps, gridDim.x, &read))) {
+    const bool whole = !ended && (gridDim.x == 1 || read == gridDim.x);
+    if (args.host && whole) tell_host((u64*)(answers + args.lines_at), tag, epoch, version);
     note_post(words, took);
   }
   if (args.last && __syncthreads_or(counted_last)) bring_back(words);
@@ -253,7 +268,7 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 }
 
 // The owner's and the caller's. One block waits for all lines of a step, before a kernel of many blocks is launched: waiting
-// takes a stream and no multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
+// for rows takes a stream and no multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does. The
 // kernel behind it may begin as soon as the first line is there, since the others are on their way then, and waits until this
 // one is over; before a fetch until all else is, too. `early`: as of a take. Rows in host memory have one header, for which
 // it waits alone.
@@ -261,12 +276,13 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
   u64* words = args.words;
   if (!args.early) await_launch();
   const u64 behind = args.early && args.box == MAILBOX ? word(words, TOOK) : 0;
-  const u64 tag = tag_of(words[NUMBER], word(words, STEPS + args.stage));
   const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
   __shared__ int blocks;
-  u64 agreed = 0;
+  __shared__ u64 wanted;
+  u64 agreed = 0, tag = 0;
   if (threadIdx.x == 0) {
     blocks = 0;
+    wanted = tag = next_tag(words, args.stage, behind);
     if (!word(words, ENDED) && await_first(lines, tag, words, args.late, behind, args.host)) {
       const u32 count = args.host ? said(lines, HEADER_COUNT) : load_relaxed(&lines->count);
       agreed = agreed_key(tag, args.stage) | (count + 1);
@@ -275,7 +291,7 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
   }
   __syncthreads();
   begin_next();
-  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late, behind);
+  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, wanted, words, args.late, behind);
   if (args.early && args.box == ANSWERS) await_launch();
   if (agreed && args.box == MAILBOX) words[AGREED] = agreed;
 }

@@ -89,18 +89,20 @@ class HostLane(AnnouncedLane):
         return self._works.look(now)
 
     def _runs_wanted(self, now: float) -> bool:
-        """Whether steps are to be launched ahead. A pass whose steps are goes on so while nobody else comes:
-        what else ends that, such as another group, ends the pass.
+        """Whether steps are to be launched ahead. A pass whose steps are goes on so while nobody else comes
+        and the group lives; one of which nothing is under way when that ends goes on as calls.
         """
         number = self.number
         if self.company() is not Company.NONE or (number and number == self._runs.for_calls):
+            return False
+        if self.ahead and self._runs.interrupted:
             return False
         goes_on = self.ahead if number else not self.announced
         if goes_on:
             return self.ahead
         if now < self._again:
             return False
-        if (self.ahead or not self._calls.held) and not self._may_run():  # asked before its calls are held
+        if not self._may_run():
             self._again = now + CHECK_SECONDS
             return False
         return True

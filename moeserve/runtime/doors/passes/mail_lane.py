@@ -6,8 +6,7 @@ passes follow one another finds the next one launched before its rows are there,
 Where others want the rank, or its group, too, a step is launched when its rows are there, so that nobody
 waits for this caller's attention; where all of them have GPUs, and no group has to agree, it is launched
 behind theirs in its turn, and left where their rows are there first (`Turns`). In a group of several a run
-that has waited too long is left, and its steps come one by one; so is everywhere one that was launched before
-its rows, and waits for them for too long.
+that has waited too long is left, and its steps come one by one; so is one launched before its rows.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class MailLane(AnnouncedLane):
 
     @property
     def soon(self) -> bool:
-        """Whether a run is under way: the next forward pass begins when the caller has its last answer, and
-        this host is not told of that.
-        """
+        """Whether a run is under way: this host is not told when the caller has its last answer."""
         run = self._pass
         return run is not None and run.flying > 0
 
@@ -125,6 +122,11 @@ class MailLane(AnnouncedLane):
         """What waits on the device waits no more; what has its rows there is computed. The lock is held."""
         if run.ends is None and not self._mail.lane.abort[0]:
             self._mail.say(YIELD)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the group has ended since its pass began."""
+        return self._mail.interrupted
 
     @property
     def waiting_turn(self) -> int:

@@ -97,6 +97,11 @@ class GroupRuns:
         """Of device memory for runs of other members, by any thread."""
         return self._blank.nbytes
 
+    @property
+    def live(self) -> bool:
+        """Whether the group serves."""
+        return self._live > 0
+
     def serving(self, generation: int) -> None:
         """The group serves in this generation; 0: it does no more."""
         self.end()

@@ -268,8 +268,8 @@ class MemberRuns:
 
     @property
     def open(self) -> bool:
-        """Whether steps of all layers may be taken now."""
-        return not self.closed()
+        """Whether the group serves, and steps of all layers may be taken now."""
+        return self._serving() and self._group.live and not self.closed()
 
     def _closed(self, run: Run) -> str:
         """Why no step of the run may be taken now; empty where it may."""

@@ -182,10 +182,11 @@ class PassRuns:
         with self._lock:
             self._kernels_of(layout)
             self._rooms.grow(layout, layout.rows)  # now: to allocate may wait for what waits on the device
-            self._lanes[layout] += 1
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         made = OwnerLane(layout, addresses, abort, patience, words(self._device))
         made.free.extend([made.take_pinned() for _ in range(READY_COPIES)])
+        with self._lock:
+            self._lanes[layout] += 1  # last: what could not be made is no lane, and none forgets it
         return made
 
     @torch.no_grad()
