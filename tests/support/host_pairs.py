@@ -56,7 +56,7 @@ class HostPair:
         with torch.cuda.stream(self.there):
             return self.runs.launch(Run(self.owner, steps, rows, CHOICE, **more), (7, 3))
 
-    def write(self, stage: int, step: int, layer: int, given: Given, **header: int) -> None:
+    def write(self, stage: int, step: int, layer: int, given: Given, /, **header: int) -> None:
         """Brings rows as a caller does; header: words of it that are others than the rows'."""
         columns = self.words.columns(stage)
         for place, column in zip(columns, (given.hidden, given.route, given.weights), strict=False):

@@ -83,6 +83,7 @@ def config_of(folder: str, *, gpu: bool) -> Config:
         "server.port": 0,
         "server.metrics_port": -1,
         "passes.lane_bytes": 1 << 30,
+        "passes.host_ahead": gpu,
     }
     return Config().with_values(given)
 

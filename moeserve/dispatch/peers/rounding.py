@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.machine import installed
-from moeserve.device.nvrtc import NEEDED_MODULE, Program
+from moeserve.device.nvrtc import NEEDED_MODULE, CompileError, LaunchError, Program
 from moeserve.device.source import source
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.wires import SOURCES, RowRecord, WireCode, wire_code
 from moeserve.quant.format import Packed
+
+log = logging.getLogger(__name__)
 
 ROUND = Arguments("RoundArguments", rows="const u8*", records="u8*", factor="float")
 LEAST_CAPABILITY = (9, 0)
@@ -38,7 +41,13 @@ def rounding(spec: DispatchSpec) -> Rounding:
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return spec.wire.quantize
     code = wire_code(spec)
-    return _by_kernel(spec, code) if code.fused else spec.wire.quantize
+    if not code.fused:
+        return spec.wire.quantize
+    try:
+        return _by_kernel(spec, code)
+    except (CompileError, LaunchError) as error:
+        log.warning("rows are rounded to %s by torch, a launch an operation: %s", spec.wire.name, error)
+        return spec.wire.quantize
 
 
 def program(code: WireCode) -> Program:

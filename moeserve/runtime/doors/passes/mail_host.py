@@ -43,7 +43,7 @@ class MailHost:
         lane_bytes: int,
         *,
         share_gpu: bool = False,
-        host_ahead: bool = True,
+        host_ahead: bool = False,
     ) -> None:
         self._host_ahead = host_ahead
         self._runs, self._model, self._lane_bytes, self._share_gpu = runs, model, lane_bytes, share_gpu
