@@ -7,6 +7,7 @@ import pytest
 
 from moeserve.device.source import FOLDER, source
 from moeserve.dispatch.peers import kernels as peers
+from moeserve.dispatch.peers import rounding
 from moeserve.experts.kernels.cuda import (
     decode_codes,
     few,
@@ -25,7 +26,9 @@ EXPERTS = (
 )
 USED = {
     steps.__package__: {part for parts in EXPERTS for part in parts if isinstance(part, str)},
-    peers.__package__: {part for part in peers.SOURCES if isinstance(part, str)},
+    peers.__package__: {
+        part for part in (*peers.SOURCES, *rounding.SOURCES_OF_ROUNDING) if isinstance(part, str)
+    },
 }
 MOST_LINES = 600
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.machine import installed
 from moeserve.device.nvrtc import NEEDED_MODULE, CompileError, LaunchError, Program
-from moeserve.device.source import source
+from moeserve.device.source import Part, source
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.wires import SOURCES, RowRecord, WireCode, wire_code
 from moeserve.quant.format import Packed
@@ -19,6 +19,7 @@ from moeserve.quant.format import Packed
 log = logging.getLogger(__name__)
 
 ROUND = Arguments("RoundArguments", rows="const u8*", records="u8*", factor="float")
+SOURCES_OF_ROUNDING: tuple[Part, ...] = ("memory.cu", "numbers.cu", "records.cu", ROUND, "round.cu")
 LEAST_CAPABILITY = (9, 0)
 HIDDEN_MULTIPLE = 128
 """Columns of a group: a row has whole ones."""
@@ -52,8 +53,7 @@ def rounding(spec: DispatchSpec) -> Rounding:
 
 def program(code: WireCode) -> Program:
     """The text of the kernel."""
-    parts = ("memory.cu", "numbers.cu", "records.cu", ROUND, "round.cu")
-    return Program(source("moeserve.dispatch.peers", *parts), code.options)
+    return Program(source("moeserve.dispatch.peers", *SOURCES_OF_ROUNDING), code.options)
 
 
 def _by_kernel(spec: DispatchSpec, code: WireCode) -> Rounding:
