@@ -133,8 +133,6 @@ def test_a_metering_that_cannot_be(name: str) -> None:
 
 @pytest.mark.gpu(1)
 def test_on_a_gpu_counting_waits_for_nothing_and_a_graph_counts() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     meter, experts = LoadMeter(SIZES, "cuda"), ids(64).cuda()
     meter.count(0, experts, experts, 64)
     torch.cuda.set_sync_debug_mode("error")

@@ -150,6 +150,12 @@ def way(device: Device) -> Iterator[AttachedDevice]:
     made.close()
 
 
+def of_two_stages(device: Device) -> AttachedDevice:
+    device.layout = MailLayout(8, 2, 64, 8, 2, torch.bfloat16)
+    device.answers = torch.zeros(device.layout.answers_bytes, dtype=torch.uint8)
+    return AttachedDevice(lambda *_: None, device.layout, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+
+
 def forward(way: AttachedDevice) -> list[bool]:
     """Whether the answer of each layer is there."""
     return [bool(way.mixed(layer, ROWS).any()) for layer in LAYERS]
@@ -298,9 +304,7 @@ def test_calls_of_a_stage_follow_one_another_and_those_of_others_do_not(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of two micro-batches that have a stream each."""
-    device.layout = MailLayout(8, 2, 64, 8, 2, torch.bfloat16)
-    device.answers = torch.zeros(device.layout.answers_bytes, dtype=torch.uint8)
-    way = AttachedDevice(lambda *_: None, device.layout, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    way = of_two_stages(device)
     one, other = Stream(), Stream()
     now = one
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now)
@@ -319,9 +323,7 @@ def test_calls_of_a_stage_follow_one_another_and_those_of_others_do_not(
 
 def test_rows_are_brought_as_an_answer_is_taken(device: Device) -> None:
     """As of two micro-batches, whose attention comes in turns."""
-    device.layout = MailLayout(8, 2, 64, 8, 2, torch.bfloat16)
-    device.answers = torch.zeros(device.layout.answers_bytes, dtype=torch.uint8)
-    way = AttachedDevice(lambda *_: None, device.layout, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    way = of_two_stages(device)
     number = way.submit(0, ROWS)
     for layer in (0, 1, 1, 2, 2, 0, 0):
         number, answer = way.exchange(layer, ROWS, number)
@@ -334,9 +336,7 @@ def test_rows_are_brought_as_an_answer_is_taken(device: Device) -> None:
 
 
 def test_an_exchange_whose_pass_was_left_tells_so_and_calls_go_on(device: Device) -> None:
-    device.layout = MailLayout(8, 2, 64, 8, 2, torch.bfloat16)
-    device.answers = torch.zeros(device.layout.answers_bytes, dtype=torch.uint8)
-    way = AttachedDevice(lambda *_: None, device.layout, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    way = of_two_stages(device)
     number = way.submit(1, ROWS)
     with pytest.raises(KeyError, match=f"call {number} is not under way"):
         way.exchange(0, ROWS, number)  # out of order: another pass

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from gpu_ways import joined, tiny
 from houses import Alone
 from pass_pairs import Pair, given
 
@@ -16,17 +13,6 @@ from moeserve.runtime.rank.runs.run_graphs import RunGraphs
 from moeserve.runtime.rank.runs.runs import PassRuns, Told
 
 pytestmark = pytest.mark.gpu(1)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    return Alone(tiny(tmp_path_factory))
-
-
-@pytest.fixture(scope="module")
-def rank(alone: Alone) -> Iterator[HostedRank]:
-    with joined(alone.checkpoint.path) as rank:
-        yield rank
 
 
 def test_recorded_runs_are_bounded_and_take_what_a_plan_allows(rank: HostedRank, alone: Alone) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_ways import joined, tiny
 from houses import Alone
 from pass_pairs import MOST, Pair, expected, given
 from torch import Tensor
@@ -22,22 +20,6 @@ from moeserve.runtime.rank.runs.runs import PassRuns, Told
 pytestmark = pytest.mark.gpu(1)
 LATE, LOST, REFUSED = 2, 3, 5
 LAYERS = (0, 1)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    return Alone(tiny(tmp_path_factory))
-
-
-@pytest.fixture(scope="module")
-def rank(alone: Alone) -> Iterator[HostedRank]:
-    with joined(alone.checkpoint.path) as rank:
-        yield rank
-
-
-@pytest.fixture(scope="module")
-def runs(rank: HostedRank) -> PassRuns:
-    return PassRuns(rank)
 
 
 ROUND = tuple((layer, stage) for layer in LAYERS for stage in (0, 1))

@@ -203,6 +203,24 @@ class AnnouncedLane(ABC):
             held.close()
 
 
+class HandedLane(AnnouncedLane):
+    """A lane that lets go of a pass between two steps, or goes on with another lane's on the same memory."""
+
+    @abstractmethod
+    def hand_over(self) -> Handed | None:
+        """Lets go of a pass that runs, which goes on elsewhere; None where a step of it is under way."""
+
+    def take_over(self, handed: Handed) -> None:
+        """Goes on with what another has let go of."""
+        self._last, between = handed
+        if between is not None:
+            self._goes_on(between)
+
+    @abstractmethod
+    def _goes_on(self, between: Between) -> None:
+        """Has this pass run from here on."""
+
+
 def lane_info(name: str, device: str, lane: AnnouncedLane) -> moe_pb2.DeviceLaneInfo:
     """What is listed of an attached lane; device: as its caller describes it."""
     return moe_pb2.DeviceLaneInfo(

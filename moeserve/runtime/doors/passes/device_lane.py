@@ -18,10 +18,10 @@ from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.tensors import Spec, describe_into
 from moeserve.runtime.doors.passes.announced import (
-    AnnouncedLane,
     Announcement,
     Between,
     Handed,
+    HandedLane,
     LaneMemory,
     LaneTerms,
 )
@@ -109,7 +109,7 @@ class _Pass:
         return not resting and now - stage.since > patience
 
 
-class DeviceLane(AnnouncedLane):
+class DeviceLane(HandedLane):
     """A lane whose rows lie in host memory; each of its steps is begun as a call."""
 
     def __init__(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> None:
@@ -139,12 +139,6 @@ class DeviceLane(AnnouncedLane):
                 return None
             self._pass = None
         return self._last, None if run is None else run.between()
-
-    def take_over(self, handed: Handed) -> None:
-        """Goes on with what another has let go of."""
-        self._last, between = handed
-        if between is not None:
-            self._goes_on(_Pass.of(between))
 
     def detach(self, why: str) -> None:
         """Ends the pass that runs, and begins no other. Steps under way are given up."""
@@ -204,12 +198,12 @@ class DeviceLane(AnnouncedLane):
         if said is None:
             return before != self._last
         begun = Between(said, (0,) * said.stages, (now,) * said.stages, said.version)
-        self._goes_on(_Pass.of(begun))
+        self._goes_on(begun)
         return True
 
-    def _goes_on(self, run: _Pass) -> None:
+    def _goes_on(self, between: Between) -> None:
         with self._lock:
-            self._pass = run
+            run = self._pass = _Pass.of(between)
         if self.detached:
             self._end(run, Status.DETACHED, self.detached)
 

@@ -20,7 +20,7 @@ from moeserve.dispatch.mail.kernels import ABORT, CHOICE, MISFIT, YIELD
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
-from moeserve.runtime.doors.passes.announced import AnnouncedLane, Between, Handed, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import Between, Handed, HandedLane, LaneMemory, LaneTerms
 from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS, MailPass
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.rank.graphs import padded_rows
@@ -31,7 +31,7 @@ COMPANY_SECONDS = 0.0003
 """For the rows of a pass's other stages, before those that are there are launched alone."""
 
 
-class MailLane(AnnouncedLane):
+class MailLane(HandedLane):
     """A lane of a caller's GPU."""
 
     def __init__(
@@ -165,12 +165,6 @@ class MailLane(AnnouncedLane):
                 return None
             self._pass = None
         return self._last, None if run is None else run.between()
-
-    def take_over(self, handed: Handed) -> None:
-        """Goes on with what another has let go of."""
-        self._last, between = handed
-        if between is not None:
-            self._goes_on(between)
 
     def _next_run(self, run: MailPass, now: float) -> Run | None:
         """What is to be launched now; the lock is held. It counts as launched."""
