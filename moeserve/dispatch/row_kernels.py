@@ -9,13 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
+from moeserve.device.overlap_kernels import begin, behind
+
 FEW_CHOICES, CHOICES = 256, 2048  # that a program looks through at a time
 COLUMNS = 1024  # of a program that copies or sums
 
 
 @triton.jit(do_not_specialize=["choices"])
-def count_slots(slots, counts, choices, BLOCK: tl.constexpr):
+def count_slots(slots, counts, choices, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """Program e: how often slot e is chosen."""
+    begin(OVERLAPS)
     own = tl.zeros([BLOCK], tl.int32)
     start = 0
     while start < choices:
@@ -29,8 +32,10 @@ def count_slots(slots, counts, choices, BLOCK: tl.constexpr):
 def place_choices(
     slots, counts, offsets, places, choices, spare,
     E: tl.constexpr, EP: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program e: where each choice of slot e goes, in order; program E: those that are of no slot here."""
+    begin(OVERLAPS)
     slot = tl.program_id(0)
     index = tl.arange(0, EP)
     count = tl.load(counts + index, mask=index < E, other=0)
@@ -53,8 +58,11 @@ def place_choices(
 
 
 @triton.jit(do_not_specialize=["spare"])
-def copy_rows(rows, places, out, width, stride, spare, K: tl.constexpr, BLOCK: tl.constexpr):
+def copy_rows(
+    rows, places, out, width, stride, spare, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Program (row, block of words): the row to each of its places."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = word < width
@@ -65,8 +73,11 @@ def copy_rows(rows, places, out, width, stride, spare, K: tl.constexpr, BLOCK: t
 
 
 @triton.jit(do_not_specialize=["spare"])
-def sum_rows(outputs, places, weights, out, width, spare, K: tl.constexpr, BLOCK: tl.constexpr):
+def sum_rows(
+    outputs, places, weights, out, width, spare, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Program (row, block of columns): the weighted sum of the row's choices, in their order, in float32."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -90,10 +101,10 @@ def place(slots, experts, row_align, capacity):
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
     places = torch.empty(slots.shape, dtype=torch.int64, device=device)
     block = block_of(choices)
-    count_slots[(experts,)](slots, counts, choices, block)
+    count_slots[(experts,)](slots, counts, choices, block, **behind(device))
     place_choices[(experts + 1,)](
         slots, counts, offsets, places, choices, capacity - 1, experts, triton.next_power_of_2(experts),
-        row_align, block,
+        row_align, block, **behind(device),
     )  # fmt: skip
     return counts, offsets, places
 
@@ -104,8 +115,9 @@ def spread(words, places, capacity):
     out = torch.empty((capacity, width), dtype=words.dtype, device=words.device)
     block = min(COLUMNS, triton.next_power_of_2(width))
     copy_rows[(rows, triton.cdiv(width, block))](
-        words, places, out, width, words.stride(0), capacity - 1, places.shape[1], block
-    )
+        words, places, out, width, words.stride(0), capacity - 1, places.shape[1], block,
+        **behind(words.device),
+    )  # fmt: skip
     return out
 
 
@@ -115,6 +127,7 @@ def weigh(outputs, places, weights, dtype):
     out = torch.empty((rows, width), dtype=dtype, device=outputs.device)
     block = min(COLUMNS, triton.next_power_of_2(width))
     sum_rows[(rows, triton.cdiv(width, block))](
-        outputs, places, weights, out, width, outputs.shape[0] - 1, top, block
-    )
+        outputs, places, weights, out, width, outputs.shape[0] - 1, top, block,
+        **behind(outputs.device),
+    )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Program
+from moeserve.device.overlap import overlaps
 from moeserve.device.source import source
 from moeserve.dispatch.dispatcher import Living
 from moeserve.dispatch.mail.layout import FEW_BLOCKS, MOST_BLOCKS, WORDS, MailLayout, Word
@@ -207,7 +208,7 @@ class CallerKernels:
     """
 
     def __init__(self, layout: MailLayout, table: Tensor) -> None:
-        self._layout, self._overlaps = layout, _overlaps(table.device)
+        self._layout, self._overlaps = layout, overlaps(table.device)
         made = _program_of(layout.record, table.device)
         self._bring = made.function("mail_bring", BRING).bound({"table": table})
         self._fetch = made.function("mail_fetch", FETCH).bound({"table": table})
@@ -285,7 +286,7 @@ class OwnerKernels:
     """What an owner launches on its GPU, the current device; `state` is that of the lane whose step it is."""
 
     def __init__(self, layout: MailLayout, state: Tensor) -> None:
-        self._layout, self._overlaps = layout, _overlaps(state.device)
+        self._layout, self._overlaps = layout, overlaps(state.device)
         made = _program_of(layout.record, state.device)
         always: dict[str, Argument] = {"state": state, "host": int(layout.in_host_memory)}
         self._take = made.function("mail_take", TAKE).bound(always)
@@ -342,11 +343,6 @@ class OwnerKernels:
             },
             overlapped=self._overlaps,
         )
-
-
-def _overlaps(device: torch.device) -> bool:
-    """Whether a kernel there may begin before the one before it is over, and wait for that by itself."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(layout: MailLayout, step: tuple[int, int], given: Given) -> dict[str, Argument]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.machine import installed
 from moeserve.device.nvrtc import NEEDED_MODULE, CompileError, LaunchError, Program
+from moeserve.device.overlap import overlaps
 from moeserve.device.source import Part, source
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.wires import SOURCES, RowRecord, WireCode, wire_code
@@ -20,7 +21,6 @@ log = logging.getLogger(__name__)
 
 ROUND = Arguments("RoundArguments", rows="const u8*", records="u8*", factor="float")
 SOURCES_OF_ROUNDING: tuple[Part, ...] = ("memory.cu", "numbers.cu", "records.cu", ROUND, "round.cu")
-LEAST_CAPABILITY = (9, 0)
 HIDDEN_MULTIPLE = 128
 """Columns of a group: a row has whole ones."""
 
@@ -37,9 +37,7 @@ def rounding(spec: DispatchSpec) -> Rounding:
     """
     device = torch.device(spec.device)
     fits = spec.hidden % HIDDEN_MULTIPLE == 0 and spec.dtype in SOURCES
-    if device.type != "cuda" or not fits or not installed(NEEDED_MODULE):
-        return spec.wire.quantize
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if not overlaps(device) or not fits or not installed(NEEDED_MODULE):
         return spec.wire.quantize
     code = wire_code(spec)
     if not code.fused:
@@ -70,7 +68,7 @@ def _by_kernel(spec: DispatchSpec, code: WireCode) -> Rounding:
             rows = rows.clone()
         records = torch.empty((rows.shape[0], record.nbytes), dtype=torch.uint8, device=rows.device)
         given: dict[str, Argument] = {"rows": rows, "records": records, "factor": code.factor}
-        kernel.launch(rows.shape[0], threads, given)
+        kernel.launch(rows.shape[0], threads, given, overlapped=True)
         return Packed(wire, rows.shape, record.parts(records))
 
     return rounded

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeserve.device.overlap_kernels import begin, behind
 from moeserve.experts.routing.choice_kernels import (
     chosen,
     constants,
@@ -43,9 +44,10 @@ SPAN = 4  # blocks of a program, of more choices
 def count_rows(
     experts, valid, home, parts, rows, lane,
     EXPERTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-    X: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, FOLDS: tl.constexpr,
+    X: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, FOLDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Writes `parts [chunks, N + X]` int32: choices of a chunk by rank, and by replicated expert."""
+    begin(OVERLAPS)
     at = tl.program_id(0) * (N + X)
     row = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     ids = ids_of(experts, valid, row, rows, K, KP, FOLDS)
@@ -93,12 +95,13 @@ def address_rows(
     EXPERTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
     X: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, FOLDS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, ROUNDS: tl.constexpr, MOVES: tl.constexpr,
-    MOMENTUM: tl.constexpr,
+    MOMENTUM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Writes slots of `SPAN * BLOCK` rows; CHUNK covers all rows if SPAN is 1; `ends` as `cells`.
 
     FOLDS: repeats of a row fold, with their `weights`, into `folded`. Counts where `by_expert` is given.
     """
+    begin(OVERLAPS)
     first = tl.program_id(0) * SPAN * BLOCK
     before = 0
     if X > 0:
@@ -132,9 +135,10 @@ def route_rows(
     logits, bias, scaling, highest, valid, home, slots, weights, by_expert, by_slot,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, BIASED: tl.constexpr, SCORING: tl.constexpr, WEIGHING: tl.constexpr,
-    EPSILON: tl.constexpr, ROUND: tl.constexpr,
+    EPSILON: tl.constexpr, ROUND: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program t: what the gate chooses for row t, in experts' only slots, counted."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     real = tl.load(valid + row) != 0
     ids, weight = chosen(
@@ -162,7 +166,7 @@ def route(gate, tables, layer, given, counts):
     if len(logits):
         route_rows[(len(logits),)](
             logits, *numbers(gate, logits), valid, tables.home[layer], slots, weights, *counts,
-            *constants(gate), num_warps=warps(gate),
+            *constants(gate), num_warps=warps(gate), **behind(logits.device),
         )  # fmt: skip
     return slots, weights
 
@@ -193,11 +197,12 @@ def address(tables, layer, choices, counts):
         span = SPAN
         parts = torch.empty((chunks, n + x), dtype=torch.int32, device=experts.device)
         count_rows[(chunks,)](
-            experts, valid, home, parts, rows, tables.lane, *sizes, chunk, weights is not None, num_warps=4
-        )
+            experts, valid, home, parts, rows, tables.lane, *sizes, chunk, weights is not None, num_warps=4,
+            **behind(experts.device),
+        )  # fmt: skip
     address_rows[(triton.cdiv(rows, block * span),)](
         experts, weights, valid, home, cells, parts, ends, out, folded, *counts, rows, tables.lane, chunks,
         *sizes, chunk, weights is not None, span, block, tables.split, ROUNDS, MOVES, MOMENTUM,
-        num_warps=max(least, tables.warps),
+        num_warps=max(least, tables.warps), **behind(experts.device),
     )  # fmt: skip
     return out, folded

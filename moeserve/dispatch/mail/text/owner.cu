@@ -7,8 +7,24 @@ DEVICE u32 said(const Line* header, int at) {
   return value < MOST_SAID ? (u32)value : MOST_SAID;
 }
 
-DEVICE bool await_first(const Line* line, u64 tag, u64* words, u64 late, u64 took, bool host) {
-  return host ? await_tag<HOST_POLLS>(line, tag, words, late, took) : await_tag(line, tag, words, late, took);
+// What a step says of itself, in its first line.
+struct Said {
+  u64 tag;
+  u32 layer, kind, count;
+};
+
+// Reads a line as it is. It is the step's whose tag it has.
+DEVICE Said read_line(const Line* line, int stage, bool host) {
+  Said found = {load_acquire(&line->tag)};
+  if (host) {
+    const u32 of = said(line, HEADER_STAGE);
+    found.layer = said(line, HEADER_LAYER), found.kind = said(line, HEADER_KIND), found.count = said(line, HEADER_COUNT);
+    if (of != (u32)stage) found.layer = MOST_SAID;  // no layer's
+  } else {
+    found.layer = load_relaxed(&line->first), found.kind = load_relaxed(&line->second);
+    found.count = load_relaxed(&line->count);
+  }
+  return found;
 }
 
 // The step that AGREED is of, in its upper half: another one than that of the step before. A pass begins with 0.
@@ -33,11 +49,36 @@ DEVICE void await_posts(u64* words, u64 took) {
     if (nanoseconds() - began > LONGEST_POST) return note_end(words, LOST);
 }
 
-// The tag of a stage's next step, of which `behind` steps of the run were taken before: the post that counted the stage's last
-// one is over. 0: all posts are.
-DEVICE u64 next_tag(u64* words, int stage, u64 behind) {
-  if (behind) await_posts(words, behind);
-  return tag_of(words[NUMBER], word(words, STEPS + stage));
+// A stage's next step, as a first look finds it.
+struct Next {
+  u64 tag;     // that the step will have
+  Said found;  // what is in its first line
+  bool ended;  // the pass had
+};
+
+// Looks for a stage's next step, of which `behind` steps of the run were taken before: the post that counted the stage's last
+// one is over. 0: all posts are. The tag and the line do not wait for each other: a warp of its own asks for each. All
+// threads of a block call it, two warps or more.
+DEVICE void look(Next& next, u64* words, u64 number, const Line* line, int stage, u64 behind, bool host) {
+  if (threadIdx.x == 0) {
+    const u64 ended = word(words, ENDED);  // asked for before anything is waited for
+    if (behind) await_posts(words, behind);
+    next.tag = tag_of(number, word(words, STEPS + stage));
+    next.ended = ended;
+  } else if (threadIdx.x == WARP) {
+    next.found = read_line(line, stage, host);
+  }
+  __syncthreads();
+}
+
+// Waits until the step is there for which a first look has been; what it says of itself is in `next` then. One thread calls it.
+DEVICE bool await_next(Next& next, u64* words, const Line* line, int stage, u64 late, u64 behind, bool host) {
+  if (next.ended) return false;
+  if (next.found.tag == next.tag) return true;
+  const bool there = host ? await_tag<HOST_POLLS>(line, next.tag, words, late, behind)
+                          : await_tag(line, next.tag, words, late, behind);
+  if (there) next.found = read_line(line, stage, host);
+  return there;
 }
 
 // Takes the rows of a step of `layer` into a room of `padded` rows; those that are none are not valid.
@@ -58,7 +99,7 @@ DEVICE u64 next_tag(u64* words, int stage, u64 behind) {
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   if (!args.early || args.awaited) await_launch();
-  const u64 least = word(words, LEAST), took = word(words, TOOK), behind = args.early ? took : 0;
+  const u64 least = word(words, LEAST), took = word(words, TOOK), number = words[NUMBER], behind = args.early ? took : 0;
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
   if (!args.awaited && !args.host) {  // rows are likely there
@@ -68,31 +109,18 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
     if (args.weights) ask_for(box + args.weights_at, most * args.route_words * 4);
   }
   __shared__ u32 rows;
-  __shared__ u64 wanted;
+  __shared__ Next next;
   const int block = blockIdx.x;
-  u32 layer = 0, kind = 0, count_there = 0;
-  bool began = false;
-  u64 tag = 0;
+  look(next, words, number, lines, args.stage, behind, args.host);
   if (threadIdx.x == 0) {
     rows = 0;
-    wanted = tag = next_tag(words, args.stage, behind);
-    began = !word(words, ENDED) && (args.awaited || await_first(lines, tag, words, LATE, behind, args.host));
-    if (args.host) {
-      const u32 stage = said(lines, HEADER_STAGE);
-      layer = said(lines, HEADER_LAYER), kind = said(lines, HEADER_KIND), count_there = said(lines, HEADER_COUNT);
-      if (stage != (u32)args.stage) layer = MOST_SAID;  // no layer's
-    } else {
-      layer = load_relaxed(&lines->first), kind = load_relaxed(&lines->second);
-      count_there = load_relaxed(&lines->count);
-    }
-  }
-  if (threadIdx.x == 0) {
-    if (began) {
-      u32 count = count_there;
+    if (args.awaited ? !next.ended : await_next(next, words, lines, args.stage, LATE, behind, args.host)) {
+      const Said& found = next.found;
+      u32 count = found.count;
       if (args.awaited) count = (u32)word(words, AGREED) - 1;
-      else if (gridDim.x > 1) count = agree(words, agreed_key(tag, args.stage), count);
-      const bool other = layer != (u32)args.layer || kind != (u32)args.kind;
-      const bool wrong = other && !(args.host && layer == (u32)args.layer && kind <= 1);  // its host may change the kind
+      else if (gridDim.x > 1) count = agree(words, agreed_key(next.tag, args.stage), count);
+      const bool other = found.layer != (u32)args.layer || found.kind != (u32)args.kind;
+      const bool wrong = other && !(args.host && found.layer == (u32)args.layer && found.kind <= 1);  // its host may change the kind
       if ((wrong && !least) || count > (u32)args.most) {
         note_end(words, REFUSED, behind);
       } else if (other || count > (u32)args.padded || count < least) {
@@ -105,13 +133,15 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   }
   __syncthreads();
   const u32 count = rows;
-  tag = wanted;
+  const u64 tag = next.tag;
   const int lines_there = blocks_of(count, args.row_words, args.blocks);
   bool there = count > 0;
   if (there && !args.awaited && !args.host && threadIdx.x && threadIdx.x < lines_there)
     there = await_tag(lines + threadIdx.x, tag, words, LATE, behind);
   there = __syncthreads_and(there);
+  begin_next();  // it waits until this is over; not before, since it holds a multiprocessor, too
   const int blocks = args.awaited ? lines_there : gridDim.x;
+  const u64 read = word(words, READ);  // likely all, and asked for beside the rows
   if (there && block < blocks) {
     Routes routes((const u32*)(box + args.route_at), args.weights ? (const u32*)(box + args.weights_at) : nullptr,
                   (long)count * args.route_words, block, blocks);
@@ -126,7 +156,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   if (block == 0)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
   if (block || threadIdx.x) return;
-  if (args.early) await_read(words, took);
+  if (args.early && read < took) await_read(words, took);
   words[TAKEN] = count;
   words[TOOK] = took + 1;
 }
@@ -275,23 +305,23 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   if (!args.early) await_launch();
-  const u64 behind = args.early && args.box == MAILBOX ? word(words, TOOK) : 0;
+  const u64 number = words[NUMBER], behind = args.early && args.box == MAILBOX ? word(words, TOOK) : 0;
   const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
   __shared__ int blocks;
-  __shared__ u64 wanted;
-  u64 agreed = 0, tag = 0;
+  __shared__ Next next;
+  u64 agreed = 0;
+  look(next, words, number, lines, args.stage, behind, args.host);
   if (threadIdx.x == 0) {
     blocks = 0;
-    wanted = tag = next_tag(words, args.stage, behind);
-    if (!word(words, ENDED) && await_first(lines, tag, words, args.late, behind, args.host)) {
-      const u32 count = args.host ? said(lines, HEADER_COUNT) : load_relaxed(&lines->count);
-      agreed = agreed_key(tag, args.stage) | (count + 1);
+    if (await_next(next, words, lines, args.stage, args.late, behind, args.host)) {
+      const u32 count = next.found.count;
+      agreed = agreed_key(next.tag, args.stage) | (count + 1);
       blocks = args.host ? 1 : blocks_of(count, args.row_words, args.blocks);
     }
   }
   __syncthreads();
   begin_next();
-  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, wanted, words, args.late, behind);
+  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, next.tag, words, args.late, behind);
   if (args.early && args.box == ANSWERS) await_launch();
   if (agreed && args.box == MAILBOX) words[AGREED] = agreed;
 }
