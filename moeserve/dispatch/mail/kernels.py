@@ -220,7 +220,8 @@ class CallerKernels:
         in the mirror, in bytes.
         """
         rows = self._brought(stage, layer, given, header_at)
-        self._bring.launch(self._layout.blocks_of(given.hidden.shape[0]), THREADS, rows)
+        blocks = self._layout.blocks_of(given.hidden.shape[0])
+        self._bring.launch(blocks, THREADS, rows, overlapped=self._overlaps)
 
     def _brought(self, stage: int, layer: int, given: Given, header_at: int) -> dict[str, Argument]:
         rows = _rows(self._layout, (stage, layer), given)
@@ -279,6 +280,7 @@ class CallerKernels:
                 "answer_count": count,
                 "lines": self._layout.blocks_of(count),
             },
+            overlapped=self._overlaps,
         )
 
 

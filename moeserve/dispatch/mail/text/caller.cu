@@ -7,9 +7,18 @@ DEVICE void bring(const Rows& args, int block, int blocks, u64 number, u64 steps
   u64* words = args.table;
   const u64 mirror = words[MIRROR];
   u8* box = (u8*)words[MAILBOX];
+  Sending rows(args.hidden, args.count, args.row_words, block, blocks);
   Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
+  volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);  // for the owner's host
+  const bool tells = threadIdx.x == WARP && block == 0 && mirror;
+  if (tells && !ended) {  // on its way while rows are rounded
+    header[HEADER_LAYER] = args.layer;
+    header[HEADER_STAGE] = args.stage;
+    header[HEADER_COUNT] = args.count;
+    header[HEADER_KIND] = args.kind;
+  }
   if (!ended) {
-    send_rows(args.hidden, box + args.hidden_at, args.count, args.row_words, block, blocks);
+    rows.store(box + args.hidden_at);
     routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
   }
   if (!__syncthreads_and(!ended)) return;  // the release below is of what all threads of the block have written
@@ -20,12 +29,7 @@ DEVICE void bring(const Rows& args, int block, int blocks, u64 number, u64 steps
     store_relaxed(&line->first, args.layer);
     store_relaxed(&line->second, args.kind);
     store_release(&line->tag, tag);
-  } else if (threadIdx.x == WARP && block == 0 && mirror) {  // beside it: a release takes a microsecond or two
-    volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);  // for the owner's host
-    header[HEADER_LAYER] = args.layer;
-    header[HEADER_STAGE] = args.stage;
-    header[HEADER_COUNT] = args.count;
-    header[HEADER_KIND] = args.kind;
+  } else if (tells) {  // beside it: a release takes a microsecond or two
     store_release((u64*)header + HEADER_TAG, tag);
   }
 }
@@ -43,21 +47,21 @@ struct Answer {
 // use `out` until it is over.
 DEVICE void fetch(const Answer& of, int block, int blocks, bool awaited, bool beside) {
   u64* words = of.words;
-  const u64 steps = word(words, STEPS + of.stage), tag = tag_of(words[NUMBER], steps);
+  const u64 steps = word(words, STEPS + of.stage), ended = word(words, ENDED), tag = tag_of(words[NUMBER], steps);
   const u8* answers = (const u8*)words[ANSWERS];
   const int lines = awaited ? 1 : of.lines;  // that this block looks at
   bool there = true;
+  u32 status = 0;
   if (threadIdx.x < lines) {
     const Line* line = (const Line*)(answers + of.lines_at) + (awaited ? block : threadIdx.x);
-    there = !word(words, ENDED) && await_tag(line, tag, words, LOST);
-    if (const u32 status = there ? load_relaxed(&line->first) : 0u) {
-      note_end(words, status);
-      there = false;
-    }
+    there = !ended && await_tag(line, tag, words, LOST);
+    if (there) status = load_relaxed(&line->first);
   }
   there = __syncthreads_and(there);
   const long all = (long)of.count * of.row_words;
-  Copy answer((const uint4*)(answers + of.rows_at), there ? all : 0, block, blocks);
+  Copy answer((const uint4*)(answers + of.rows_at), there ? all : 0, block, blocks);  // beside the status
+  if (status) note_end(words, status);
+  there = __syncthreads_and(there && !status);
   if (beside) await_launch();
   if (threadIdx.x == 0) count_step(words, of.stage, steps, blocks);
   if (there) {
@@ -70,6 +74,7 @@ DEVICE void fetch(const Answer& of, int block, int blocks, bool awaited, bool be
 
 // A fetch that comes next begins beside it.
 extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
+  await_launch();
   const u64* words = args.table;
   const u64 number = words[NUMBER], steps = words[STEPS + args.stage], ended = words[ENDED];
   begin_next();
@@ -85,6 +90,7 @@ extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments arg
 // Brings rows by its first `bringing` blocks, and fetches the answer of another stage by the others: neither waits for what the
 // other asks for.
 extern "C" __global__ void mail_exchange(const __grid_constant__ ExchangeArguments args) {
+  await_launch();
   u64* words = args.table;
   const int block = blockIdx.x;
   if (block < args.bringing) {

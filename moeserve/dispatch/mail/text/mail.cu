@@ -211,20 +211,35 @@ struct Share {
         last(rows * ROW_GROUPS * (block + 1) / blocks * GROUP_PIECES) {}
 };
 
-// Rounds rows to records, which lie one after another.
-DEVICE void send_rows(const uint4* from, u8* to, long rows, int, int block, int blocks) {
-  const Share share(rows, block, blocks);
-  for (long at = share.first + threadIdx.x; at - threadIdx.x % 32 < share.last; at += blockDim.x) {
-    const bool valid = at < share.last;
-    Piece piece;
+// Rounds a block's share of rows to records, which lie one after another. The first piece of each thread is asked for when
+// this is made, and waited for when it is stored.
+struct Sending {
+  const uint4* from;
+  Share share;
+  long at;
+  Piece piece;
+
+  DEVICE Sending(const uint4* from, long rows, int, int block, int blocks)
+      : from(from), share(rows, block, blocks), at(share.first + threadIdx.x) {
+    load();
+  }
+
+  DEVICE void load() {
 #pragma unroll
     for (int i = 0; i < PIECE_WORDS; ++i)
-      piece.words[i] = valid ? load_fresh(from + at * PIECE_WORDS + i) : make_uint4(0u, 0u, 0u, 0u);
-    float x[16];
-    widen_piece(piece, x);
-    encode_columns(x, (int)(at % PIECES), valid, to + at / PIECES * RECORD_BYTES, 1.f);
+      piece.words[i] = at < share.last ? load_fresh(from + at * PIECE_WORDS + i) : make_uint4(0u, 0u, 0u, 0u);
   }
-}
+
+  DEVICE void store(u8* to) {
+    while (at - threadIdx.x % 32 < share.last) {
+      float x[16];
+      widen_piece(piece, x);
+      encode_columns(x, (int)(at % PIECES), at < share.last, to + at / PIECES * RECORD_BYTES, 1.f);
+      at += blockDim.x;
+      load();
+    }
+  }
+};
 
 // Four codes times their scale, in two pairs of 16 bits.
 DEVICE uint2 widen_codes(u32 codes, float scale) {
@@ -265,9 +280,12 @@ DEVICE void take_rows(const u8* from, uint4* to, long rows, int, int block, int 
 #else
 #define MAIL_ROW_BYTES(args) (args.row_words * 16l)
 
-DEVICE void send_rows(const uint4* from, u8* to, long rows, int row_words, int block, int blocks) {
-  copy_share(from, (uint4*)to, rows * row_words, block, blocks);
-}
+struct Sending : Copy {
+  DEVICE Sending(const uint4* from, long rows, int row_words, int block, int blocks)
+      : Copy(from, rows * row_words, block, blocks) {}
+
+  DEVICE void store(u8* to) { Copy::store((uint4*)to); }
+};
 
 DEVICE void take_rows(const u8* from, uint4* to, long rows, int row_words, int block, int blocks) {
   copy_share((const uint4*)from, to, rows * row_words, block, blocks);
