@@ -173,7 +173,7 @@ class Packed:
     ) -> None:
         assert not overlapped, "only a GPU has launches that overlap"
         assert len(bytes(self._arguments.pack(given))) == self._arguments.nbytes
-        assert 1 <= grid <= MOST_BLOCKS and block <= 1024
+        assert 1 <= grid <= MOST_BLOCKS + kernels.TELLING and block <= 1024
         self._launches.append((self._name, grid))
 
 
@@ -207,7 +207,7 @@ def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
     assert takers == (32 if logits and rows == 32 else readers), "logits count where few blocks read"
     waits = [("mail_await", 1)] if readers > FEW_BLOCKS else []
     before = [("mail_await", 1)] if takers > FEW_BLOCKS else []
-    first, last = [("mail_bring", blocks)], [("mail_fetch", readers)]
+    first, last = [("mail_bring", blocks + kernels.TELLING)], [("mail_fetch", readers)]
     taken = [("mail_take", takers), *[("mail_post", blocks)] * 2]
     assert launches == first + before + taken + waits + last
 

@@ -17,6 +17,7 @@ from moeserve.dispatch.peers.wires import FUSED, RowRecord, divides_truly
 from moeserve.experts.batch import Tally
 
 THREADS = 512
+TELLING = 1  # block of a kernel that brings: it tells the owner's host
 MISFIT = 64
 """Beside a pass's statuses: a step has more rows than were launched for, or was to yield. It, and those
 behind it, are to be launched anew.
@@ -221,7 +222,7 @@ class CallerKernels:
         """
         rows = self._brought(stage, layer, given, header_at)
         blocks = self._layout.blocks_of(given.hidden.shape[0])
-        self._bring.launch(blocks, THREADS, rows, overlapped=self._overlaps)
+        self._bring.launch(blocks + TELLING, THREADS, rows, overlapped=self._overlaps)
 
     def _brought(self, stage: int, layer: int, given: Given, header_at: int) -> dict[str, Argument]:
         rows = _rows(self._layout, (stage, layer), given)
@@ -268,7 +269,7 @@ class CallerKernels:
         lines, at = self._layout.answer(fetched)
         bringing = self._layout.blocks_of(given.hidden.shape[0])
         self._exchange.launch(
-            bringing + fetching,
+            bringing + fetching + TELLING,
             THREADS,
             self._brought(stage, layer, given, header_at)
             | {

@@ -4,34 +4,33 @@
 // it may end the pass, and then nobody wants what some threads bring.
 template <class Rows>
 DEVICE void bring(const Rows& args, int block, int blocks, u64 number, u64 steps, u64 ended) {
-  u64* words = args.table;
-  const u64 mirror = words[MIRROR];
-  u8* box = (u8*)words[MAILBOX];
+  u8* box = (u8*)args.table[MAILBOX];
   Sending rows(args.hidden, args.count, args.row_words, block, blocks);
   Routes routes(args.route, args.weights, (long)args.count * args.route_words, block, blocks);
-  volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);  // for the owner's host
-  const bool tells = threadIdx.x == WARP && block == 0 && mirror;
-  if (tells && !ended) {  // on its way while rows are rounded
-    header[HEADER_LAYER] = args.layer;
-    header[HEADER_STAGE] = args.stage;
-    header[HEADER_COUNT] = args.count;
-    header[HEADER_KIND] = args.kind;
-  }
   if (!ended) {
     rows.store(box + args.hidden_at);
     routes.store((u32*)(box + args.route_at), (u32*)(box + args.weights_at), [](u32 id) { return id; });
   }
-  if (!__syncthreads_and(!ended)) return;  // the release below is of what all threads of the block have written
-  const u64 tag = tag_of(number, steps);
-  if (threadIdx.x == 0) {
-    Line* line = (Line*)(box + args.lines_at) + block;
-    store_relaxed(&line->count, args.count);
-    store_relaxed(&line->first, args.layer);
-    store_relaxed(&line->second, args.kind);
-    store_release(&line->tag, tag);
-  } else if (tells) {  // beside it: a release takes a microsecond or two
-    store_release((u64*)header + HEADER_TAG, tag);
-  }
+  if (!__syncthreads_and(!ended) || threadIdx.x) return;  // the release below is of what all threads of the block have written
+  Line* line = (Line*)(box + args.lines_at) + block;
+  store_relaxed(&line->count, args.count);
+  store_relaxed(&line->first, args.layer);
+  store_relaxed(&line->second, args.kind);
+  store_release(&line->tag, tag_of(number, steps));
+}
+
+// Tells the owner's host of the rows, by a block of its own: what is written to host memory takes a microsecond or two until
+// it may be followed by a tag. The rows may come a moment later; kernels wait for their lines.
+template <class Rows>
+DEVICE void tell(const Rows& args, u64 number, u64 steps, u64 ended) {
+  const u64 mirror = args.table[MIRROR];
+  if (!mirror || ended || threadIdx.x) return;
+  volatile u64* header = (volatile u64*)((u8*)mirror + args.header_at);
+  header[HEADER_LAYER] = args.layer;
+  header[HEADER_STAGE] = args.stage;
+  header[HEADER_COUNT] = args.count;
+  header[HEADER_KIND] = args.kind;
+  store_release((u64*)header + HEADER_TAG, tag_of(number, steps));
 }
 
 // The answer to a stage's rows, which was written by `lines` blocks.
@@ -72,13 +71,15 @@ DEVICE void fetch(const Answer& of, int block, int blocks, bool awaited, bool be
   }
 }
 
-// A fetch that comes next begins beside it.
+// The last block tells, the others bring. A fetch that comes next begins beside it.
 extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
   await_launch();
   const u64* words = args.table;
   const u64 number = words[NUMBER], steps = words[STEPS + args.stage], ended = words[ENDED];
+  const int block = blockIdx.x, bringing = gridDim.x - 1;
   begin_next();
-  bring(args, blockIdx.x, gridDim.x, number, steps, ended);
+  if (block < bringing) bring(args, block, bringing, number, steps, ended);
+  else tell(args, number, steps, ended);
 }
 
 extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
@@ -87,17 +88,19 @@ extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments arg
   fetch(of, blockIdx.x, gridDim.x, args.awaited, !args.awaited);
 }
 
-// Brings rows by its first `bringing` blocks, and fetches the answer of another stage by the others: neither waits for what the
-// other asks for.
+// Brings rows by its first `bringing` blocks, tells of them by its last one, and fetches the answer of another stage by the
+// others: neither waits for what another asks for.
 extern "C" __global__ void mail_exchange(const __grid_constant__ ExchangeArguments args) {
   await_launch();
   u64* words = args.table;
-  const int block = blockIdx.x;
+  const int block = blockIdx.x, last = gridDim.x - 1;
   if (block < args.bringing) {
     bring(args, block, args.bringing, words[NUMBER], words[STEPS + args.stage], word(words, ENDED));
-    return;
+  } else if (block == last) {
+    tell(args, words[NUMBER], words[STEPS + args.stage], word(words, ENDED));
+  } else {
+    const Answer of = {words, args.out, args.answer_lines_at, args.answer_at, args.answer_stage, args.answer_count, args.row_words,
+                       args.lines};
+    fetch(of, block - args.bringing, last - args.bringing, false, false);
   }
-  const Answer of = {words, args.out, args.answer_lines_at, args.answer_at, args.answer_stage, args.answer_count, args.row_words,
-                     args.lines};
-  fetch(of, block - args.bringing, gridDim.x - args.bringing, false, false);
 }
