@@ -8,13 +8,12 @@ import pytest
 import torch
 from proto_fake import rows
 
-from moeserve.proto.client.payload import THREADED_BYTES, copy_into
 from moeserve.proto.errors import (
     REASON_KEY,
     MoeError,
     Overloaded,
 )
-from moeserve.proto.tensors import TensorError
+from moeserve.proto.tensors import THREADED_BYTES, TensorError, copy_into
 from moeserve.runtime.doors.payloads import RegionLimits
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, {REASON_KEY: "REFORMING"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,15 +10,20 @@ from numpy.typing import NDArray
 from moeserve.proto import moe_pb2
 from moeserve.proto.client.batch import ClientBatch
 from moeserve.proto.errors import MoeError
-from moeserve.proto.tensors import Plain, TensorError, as_numpy, describe_into, encode_into, spec_of
+from moeserve.proto.tensors import (
+    Plain,
+    TensorError,
+    as_numpy,
+    copy_into,
+    describe_into,
+    encode_into,
+    spec_of,
+)
 from moeserve.proto.transports.carried import CARRIED_BYTES, Carried, beside
 from moeserve.proto.transports.region_calls import RegionCalls
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
 
 TRANSPORTS = ("auto", "inline", "shared_memory")
-
-THREADED_BYTES = 1 << 20
-"""Copies of this size on are worth more than one thread."""
 
 SHARE_BYTES = 1 << 11
 """Hidden states from this size on go through shared memory: their request is one packet to the lane's
@@ -188,19 +192,6 @@ def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:
         return found
     copy_into(into, found)
     return into
-
-
-def copy_into(into: NDArray[Any], found: NDArray[Any]) -> None:
-    """Copies `found` into `into`, alike in dtype and shape; large dense ones by all threads that torch has,
-    where the caller's program has imported it: numpy has one.
-    """
-    torch = sys.modules.get("torch")
-    dense = into.flags.c_contiguous and found.flags.c_contiguous and found.flags.writeable
-    if torch is None or not dense or found.nbytes < THREADED_BYTES:
-        into[:] = found
-        return
-    there, here = (torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in (into, found))
-    there.copy_(here)
 
 
 def inline_answer(reply: moe_pb2.ForwardReply, rows: Plain) -> NDArray[Any]:

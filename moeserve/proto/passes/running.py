@@ -21,7 +21,7 @@ from moeserve.proto.errors import (
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.passes.memory import LaneMemory
-from moeserve.proto.tensors import Array, Plain, TensorError, known, plain
+from moeserve.proto.tensors import Array, Plain, TensorError, copy_into, known, plain
 
 SPINS = 50
 """Looks at an answer's tag one right after the other; later ones come after an eighth of the wait."""
@@ -78,7 +78,7 @@ class Pass:
         room, columns = self.room(stage, count), (rows, *self._columns(route, count))
         for into, column in zip(room, columns, strict=True):
             if column is not None:
-                np.copyto(into.storage, column.storage)
+                copy_into(into.storage, column.storage)
         self.send(stage, count, logits=isinstance(route, Logits))
 
     def room(self, stage: int, count: int) -> tuple[Plain, Plain, Plain, Plain]:
@@ -130,7 +130,9 @@ class Pass:
     def take_plain(self, stage: int, timeout: float | None = None) -> Plain:
         """Does as `take`; the array with its dtype."""
         found = self.arrived(stage, timeout)
-        return Plain(found.dtype, found.storage.copy())
+        storage = np.empty_like(found.storage)
+        copy_into(storage, found.storage)
+        return Plain(found.dtype, storage)
 
     def arrived(self, stage: int, timeout: float | None = None) -> Plain:
         """Waits as `take` does; the answer where it lies, until the stage's rows are sent again."""
