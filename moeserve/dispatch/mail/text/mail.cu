@@ -72,19 +72,6 @@ DEVICE int blocks_of(u32 count, int row_words, int most) {
 // The tag of a step of pass `number`, as `tag_of` in mailbox.py.
 DEVICE u64 tag_of(u64 number, u64 steps) { return number << 32 | (steps % 0xffffffffull + 1); }
 
-// What was written before by kernels of this stream is there; and the next one may begin, which waits likewise.
-DEVICE void await_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-DEVICE void begin_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // A block's share of rows. The first words of each thread are asked for when this is made, and waited for when they are
 // stored.
 struct Copy {

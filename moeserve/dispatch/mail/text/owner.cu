@@ -1,7 +1,7 @@
 // The owner's kernels: they take rows and post answers. `mail.cu` precedes this text.
 
 // Rows in host memory (`host`) have one header for all blocks in place of lines, whose tag comes first, too. It lies in
-// memory that the caller may write at any time: each of its words is read once, and is a number that fits.
+// memory that the caller may write at any time: each word that is used of it is read once, and is a number that fits.
 DEVICE u32 said(const Line* header, int at) {
   const u64 value = load_relaxed((const u64*)header + at);
   return value < MOST_SAID ? (u32)value : MOST_SAID;

@@ -77,3 +77,16 @@ DEVICE uint4 load_whole(const void* at) {
 DEVICE uint4 checked(u32 x, u32 y, u32 z, u32 sequence) { return make_uint4(x, y, z, sequence ^ x ^ y ^ z); }
 
 DEVICE bool belongs(uint4 word, u32 sequence) { return (word.x ^ word.y ^ word.z ^ word.w) == sequence; }
+
+// What was written before by kernels of this stream is there; and the next one may begin, which waits likewise.
+DEVICE void await_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void begin_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
