@@ -1,7 +1,7 @@
 """The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
 
     python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts truth,alone,callers,layers]
-        [--ranks 1] [--rows 1 16] [--spin 0.001] [--client-spin 0 0.001] [--out FILE]
+        [--ranks 1] [--rows 1 16] [--ways placed plain] [--spin 0.001] [--client-spin 0 0.001] [--out FILE]
 
 Two ranks with 128 FP8 experts of 7168 x 2048, top-8, or one with 64. In one run:
 
@@ -13,6 +13,9 @@ Two ranks with 128 FP8 experts of 7168 x 2048, top-8, or one with 64. In one run
     placed    the client's call with rows and answer in a lane's shared memory
     plain     the same with torch tensors of its own
     inline    the same in the message
+    pass      a step of a standing pass of a lane in host memory, whose steps are launched ahead while its
+              caller is alone (passes.host_ahead); rows are copied there, and answers from there
+    pass placed   the same with rows and answer where they lie
     truth     what the device tells of a step's phases and rows, beside what is known of them otherwise
 
 Callers run in processes of their own; each of their answers is compared, and those of a few rows with float32
@@ -36,7 +39,7 @@ import torch
 
 from bench.lib.record import Result, write
 from bench.service.hop import Child
-from bench.service.hops.callers import Callers, Load
+from bench.service.hops.callers import KINDS, Callers, Load
 from bench.service.hops.echo_server import METHOD, OPTIONS
 from bench.service.hops.in_process import InProcess
 from bench.service.hops.phases import Phases
@@ -199,9 +202,8 @@ def alone(
 ) -> None:
     """One caller, by rows and way; of placed rows also where a call's time goes."""
     for rows in args.rows:
-        placed = 0.0
-        for kind in ("placed", "plain", "inline"):
-            budget = args.share / (3 * len(args.rows))
+        for kind in args.ways:
+            budget = args.share / (len(args.ways) * len(args.rows))
             load = Load(kind, rows, seconds=budget, most_calls=CALLS)
             phases.means()
             found = callers.run(load, 1)
@@ -211,13 +213,12 @@ def alone(
             call, step = p(found.seconds, 50), base["step"][rows]
             bytes_time = base["dma"][rows]
             if kind == "placed":
-                placed, mean = call, sum(found.seconds) / len(found.seconds)
+                mean = sum(found.seconds) / len(found.seconds)
                 print(json.dumps({"microseconds of a call": phases.table(mean), "rows": rows}), flush=True)
-            if kind == "placed":
-                aim = step + {1: 0.35, 16: 0.35, 128: 0.5}.get(rows, 0.15 * step + 1.15 * bytes_time)
-            elif kind == "plain":
-                aim = placed + 1.2 * base["copy"][rows]
-            else:
+            aim = step + {1: 0.35, 16: 0.35, 128: 0.5}.get(rows, 0.15 * step + 1.15 * bytes_time)
+            if kind in ("plain", "pass"):
+                aim += 1.2 * base["copy"][rows]
+            elif kind == "inline":
                 aim = 1.5 * base["echo"][rows] + step
             told.add(
                 f"{kind}, {rows} rows",
@@ -342,6 +343,13 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=[0.0],
         help="seconds that callers look for their answers; the parts run once for each",
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        help="of a lone caller; all by default",
     )
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, help="of a lone caller")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="of the service")

@@ -146,6 +146,22 @@ def plain(array: Array, field: str, *, dtype: str = "") -> Plain:
     return Plain(found, dense.astype(found.storage, copy=False))
 
 
+def in_place(array: Array, field: str, spec: Spec) -> Plain:
+    """`array` itself, to be written: dense host memory of this dtype and shape, or TensorError.
+
+    numpy uint16 counts as bfloat16 bits where these are wanted.
+    """
+    found = plain(array, field, dtype="bf16" if spec.dtype.name == "bf16" else "")
+    if found.spec != spec:
+        raise TensorError(field, f"{found.spec}; {spec} is written there")
+    there = array.data_ptr() if is_torch(array) else np.asarray(array).ctypes.data  # type: ignore[union-attr]
+    if not found.storage.flags.writeable or (found.storage.size and found.storage.ctypes.data != there):
+        raise TensorError(
+            field, "it is written in place, and has to be dense host memory that may be written"
+        )
+    return found
+
+
 def _plain_of_torch(array: Any, field: str) -> Plain:
     torch = sys.modules["torch"]
     if str(array.dtype) not in _BY_TORCH_NAME:

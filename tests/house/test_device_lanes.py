@@ -108,6 +108,22 @@ def test_logits_and_no_rows_travel_too(house: LocalCluster, alone: Alone) -> Non
         assert run.take(0).shape == (0, alone.checkpoint.hidden)
 
 
+def test_an_answer_comes_into_memory_of_the_caller(house: LocalCluster, alone: Alone) -> None:
+    batch = alone.batch(3, seed=4)
+    own = torch.full_like(batch[0], torch.nan)
+    with attached(house, "own") as lane, lane.begin([0, 1]) as run:
+        run.post(0, batch[0], Choice(*batch[1:]))
+        for wrong in (own[:2], own.double(), own.T.contiguous().T):
+            with pytest.raises(TensorError, match="out: "):
+                run.take(0, out=wrong)
+        run.take(0, out=own)
+        torch.testing.assert_close(own, alone.forward(0, *batch), **CLOSE)
+        run.post(0, batch[0], Choice(*batch[1:]))
+        array = own.numpy()
+        assert run.take(0, out=array) is not None
+        torch.testing.assert_close(own, alone.forward(1, *batch), **CLOSE)
+
+
 def test_bfloat16_rows_come_home_as_bfloat16(house: LocalCluster, alone: Alone) -> None:
     hidden, ids, weights = alone.batch(4, seed=3)
     with attached(house, "bf16", dtype="bf16") as lane, lane.begin([0]) as run:

@@ -14,6 +14,7 @@ from moeserve.proto.tensors import (
     as_numpy,
     as_torch,
     encode,
+    in_place,
     known,
     plain,
     restore,
@@ -140,3 +141,24 @@ def test_a_product_of_dimensions_that_would_overflow_64_bits_takes_its_true_size
     assert spec.nbytes == 2 * (2**31 - 1) ** 2
     with pytest.raises(TensorError, match=f"takes {spec.nbytes}"):
         as_torch(b"", spec, "hidden")
+
+
+def test_what_is_written_in_place_has_to_be_what_is_wanted():
+    spec = Spec(known("x", "bf16"), (3, 4))
+    there = torch.zeros(3, 4, dtype=torch.bfloat16)
+    in_place(there, "out", spec).storage[:] = 0x3F80
+    assert torch.equal(there, torch.ones_like(there))
+    bits = np.zeros((3, 4), np.uint16)
+    assert np.shares_memory(in_place(bits, "out", spec).storage, bits)
+    sealed = bits.copy()
+    sealed.flags.writeable = False
+    for wrong in (
+        there[:2],
+        there.float(),
+        there.T.contiguous().T,
+        bits[:, ::2],
+        sealed,
+        bits.astype(np.int32),
+    ):
+        with pytest.raises(TensorError, match=r"^out: "):
+            in_place(wrong, "out", spec)

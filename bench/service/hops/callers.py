@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor
 
 from bench.service.hops.sizes import Sizes
-from moeserve.proto.client import MoeClient, Patience
+from moeserve.proto.client import Choice, MoeClient, Patience
 from moeserve.proto.errors import MoeError
 from moeserve.proto.heap import keep_freed_memory
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.tensors import as_torch
+from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
 
-KINDS = ("placed", "plain", "inline")
+KINDS = ("placed", "plain", "inline", "pass placed", "pass")
+PASS_STEPS = 40  # of a standing pass, about, before it begins again
 WARM_UP_CALLS = 12
 START_SECONDS = 0.3  # from the order to the first call, so that all begin together
 LARGEST_ERROR = 2e-2  # of a row against the same call's first answer; steps of other rows sum otherwise
@@ -108,7 +113,8 @@ class Callers:
 
 COPYING_THREADS = 8
 """Threads of torch in a process of one caller of many rows, whose copies use them. Others have one: threads
-of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
+of each caller's copies and checks would spin for work on all cores, and hold up the ranks too. A caller of
+passes has as many as there are cores: no rank's thread computes meanwhile.
 """
 
 COPYING_BYTES = 1 << 20  # of a call's rows, from which its copies are worth them
@@ -134,7 +140,8 @@ def _serve(pipe: Connection, address: str, sizes: Sizes, spin: float) -> None:
 
 def _run(pipe: Connection, client: MoeClient, sizes: Sizes, load: Load, numbers: list[int]) -> None:
     many = len(numbers) == 1 and sizes.nbytes(load.rows) >= COPYING_BYTES
-    torch.set_num_threads(COPYING_THREADS if many else 1)
+    most = len(os.sched_getaffinity(0)) if load.kind == "pass" else COPYING_THREADS
+    torch.set_num_threads(most if many else 1)
     with ExitStack() as stack:
         callers = [_Caller(client, sizes, load, number, stack) for number in numbers]
         _all([caller.warm_up for caller in callers])
@@ -187,6 +194,8 @@ class _Caller:
                 client.forward(layer, placed, experts, weights, output=answer)
                 return there
 
+        elif load.kind in ("pass placed", "pass"):
+            call = self._by_pass(client.address, sizes, (hidden, experts, weights), lane, stack)
         else:
 
             def call(layer: int) -> Tensor:
@@ -195,6 +204,41 @@ class _Caller:
                 return found
 
         self._call = call
+
+    def _by_pass(
+        self,
+        address: str,
+        sizes: Sizes,
+        batch: tuple[Tensor, Tensor, Tensor],
+        lane: int,
+        stack: ExitStack,
+    ) -> Callable[[int], Tensor]:
+        """Calls that are steps of a standing pass; `pass placed`: rows and answers stay where they lie."""
+        load, name = self._load, f"hop-{self._load.rows}-{threading.get_ident()}"
+        time.sleep(1.2 * COMPANY_SECONDS)  # until calls before count as company no more
+        wanted = Wanted(name, rows=load.rows, rank=lane)
+        attached = stack.enter_context(AttachedLane.attach(address, wanted))
+        order = [at % load.layers for at in range(PASS_STEPS - PASS_STEPS % load.layers)]
+        run = stack.enter_context(attached.begin(order, standing=True))
+        hidden, route = batch[0], Choice(*batch[1:])
+        own = torch.empty_like(hidden)
+
+        def call(layer: int) -> Tensor:
+            run.post(0, hidden, route)
+            run.take_plain(0, out=own)
+            return own
+
+        def placed(layer: int) -> Tensor:
+            run.send(0, load.rows)
+            found = run.arrived(0)
+            return as_torch(found.storage, found.spec)
+
+        if load.kind == "pass":
+            return call
+        call(0)  # which leaves its rows there
+        for layer in range(1, load.layers):
+            placed(layer)
+        return placed
 
     def warm_up(self) -> None:
         """Calls every layer some times, and keeps what a few rows come back as."""

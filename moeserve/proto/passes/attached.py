@@ -29,6 +29,7 @@ from moeserve.proto.errors import (
 )
 from moeserve.proto.host_id import host_id
 from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.expected import awake_seconds
 from moeserve.proto.passes.mailbox import MailboxLayout, fence
 from moeserve.proto.passes.memory import LaneMemory
 from moeserve.proto.passes.running import Announced, Pass
@@ -59,6 +60,7 @@ class Wanted:
     rank: int | None = None
     any_rank: bool = False  # or another of this host's, where all lanes of the first are taken
     timeout: float = 60.0  # seconds for attaching, and for an answer
+    spin: float | None = None  # seconds awake for an answer, when it is expected; None: as cores are to spare
     credentials: Credentials | None = field(default=None, repr=False)
 
 
@@ -157,7 +159,8 @@ class AttachedLane:
         fence()
         box[m.ANNOUNCED] = number
         announced = Announced(number, tuple(layers), stages)
-        self._running = Pass(self.memory, announced, self.wanted.timeout)
+        spin = awake_seconds() if self.wanted.spin is None else self.wanted.spin
+        self._running = Pass(self.memory, announced, self.wanted.timeout, spin)
         return self._running
 
     def rest(self, seconds: float) -> bool:

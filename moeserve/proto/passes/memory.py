@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.futex import Words
 from moeserve.proto.passes.mailbox import MailboxLayout
-from moeserve.proto.tensors import Plain, Spec
+from moeserve.proto.tensors import Plain
 from moeserve.proto.transports.shared_memory import RemoteRegion
+
+Room = tuple[Plain, Plain, Plain, Plain]
+"""Hidden states, ids int32, weights and logits float32 of a stage's rows, in a mailbox."""
+
+MOST_MADE = 256
+"""Stages and numbers of rows whose places in memory are kept."""
 
 
 class LaneMemory:
@@ -18,6 +25,7 @@ class LaneMemory:
     def __init__(self, layout: MailboxLayout, made: moe_pb2.AttachLaneReply) -> None:
         """Maps both regions. Raises MoeError where the rank does not hand them over."""
         self.layout = layout
+        self._made: dict[tuple[int, int], tuple[Room, Plain]] = {}  # by stage and rows
         self._mailbox = RemoteRegion.open(_region(made.mailbox, made.mailbox_bytes, made.socket))
         try:
             self._answers = RemoteRegion.open(_region(made.answers, made.answers_bytes, made.socket))
@@ -26,19 +34,33 @@ class LaneMemory:
             raise
         self.box = self._mailbox.bytes().cast("Q")
         self.out = self._answers.bytes().cast("Q")
+        self.words = Words(self.out)  # which their writer may wake
 
     @property
     def alive(self) -> bool:
         """Whether the rank's process keeps the lane."""
         return self._mailbox.alive and self._answers.alive
 
-    def view(self, place: int, spec: Spec) -> Plain:
-        """Memory of the mailbox."""
-        return self._mailbox.view(place, spec)
+    def room(self, stage: int, rows: int) -> Room:
+        """Memory of the mailbox for so many rows of a stage: hidden states, ids, weights, logits."""
+        return self._places(stage, rows)[0]
 
     def answer(self, stage: int, rows: int) -> Plain:
         """Memory that holds a stage's answer."""
-        return self._answers.view(self.layout.answer(stage), self.layout.hidden_spec(rows))
+        return self._places(stage, rows)[1]
+
+    def _places(self, stage: int, rows: int) -> tuple[Room, Plain]:
+        """Both, made once for a number of rows: to make them takes as long as to fill them with a few."""
+        found = self._made.get((stage, rows))
+        if found is None:
+            layout = self.layout
+            specs = (layout.hidden_spec(rows), *layout.route_specs(rows))
+            hidden, ids, weights, logits = map(self._mailbox.view, layout.columns(stage), specs)
+            answer = self._answers.view(layout.answer(stage), layout.hidden_spec(rows))
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            found = self._made[stage, rows] = (hidden, ids, weights, logits), answer
+        return found
 
     @property
     def bytes(self) -> tuple[memoryview, memoryview]:
@@ -52,6 +74,7 @@ class LaneMemory:
 
     def close(self) -> None:
         """Ends the leases on both."""
+        self._made.clear()
         self._mailbox.close()
         self._answers.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -19,14 +18,14 @@ from moeserve.proto.errors import (
     WeightsChanged,
 )
 from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.expected import Expected
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
-from moeserve.proto.passes.memory import LaneMemory
-from moeserve.proto.tensors import Array, Plain, TensorError, copy_into, known, plain
+from moeserve.proto.passes.memory import LaneMemory, Room
+from moeserve.proto.tensors import Array, Plain, TensorError, copy_into, in_place, known, plain
 
-SPINS = 50
-"""Looks at an answer's tag one right after the other; later ones come after an eighth of the wait."""
+NO_TAG = 1 << 64
+"""What no word is."""
 
-LONGEST_LOOK = 0.001
 ALIVE_SECONDS = 0.05
 """Between looks whether the rank's process is still there, while an answer is waited for."""
 
@@ -46,12 +45,13 @@ class Announced(NamedTuple):
 class Pass:
     """A pass that was announced. `post` and `take` alternate for each stage; other stages go on meanwhile."""
 
-    def __init__(self, memory: LaneMemory, announced: Announced, timeout: float) -> None:
-        """timeout: seconds for an answer, where its taker names none."""
+    def __init__(self, memory: LaneMemory, announced: Announced, timeout: float, awake: float) -> None:
+        """timeout: seconds for an answer, where its taker names none. awake: as `Expected` has it."""
         self.number, self.layers = announced.number, announced.layers
         self._memory, self._timeout, stages = memory, timeout, announced.stages
         self._steps = [0] * stages  # of each stage, that were taken
         self._rows: list[int | None] = [None] * stages  # of the step under way
+        self._expected = [Expected(awake) for _ in range(stages)]
 
     def layer(self, stage: int) -> int:
         """The layer whose rows a stage brings next, or has brought."""
@@ -70,30 +70,26 @@ class Pass:
         """Brings the rows of the stage's next step: `hidden` [T, H] of the lane's dtype, with ids int32 or
         int64 and weights, or logits, of float32. They are copied. Raises TensorError.
         """
-        layout = self._memory.layout
-        rows = plain(hidden, "hidden", dtype="bf16" if layout.dtype.name == "bf16" else "")
+        bf16 = self._memory.layout.dtype.name == "bf16"
+        rows = plain(hidden, "hidden", dtype="bf16" if bf16 else "")
         count = rows.storage.shape[0] if rows.storage.ndim else 0
-        if rows.spec != layout.hidden_spec(count):
-            raise TensorError("hidden", f"{rows.spec}; this lane takes {layout.hidden_spec(count)}")
-        room, columns = self.room(stage, count), (rows, *self._columns(route, count))
-        for into, column in zip(room, columns, strict=True):
+        room = self.room(stage, count)
+        if rows.spec != room[0].spec:
+            raise TensorError("hidden", f"{rows.spec}; this lane takes {room[0].spec}")
+        for into, column in zip(room, (rows, *_columns(route, room)), strict=True):
             if column is not None:
                 copy_into(into.storage, column.storage)
         self.send(stage, count, logits=isinstance(route, Logits))
 
-    def room(self, stage: int, count: int) -> tuple[Plain, Plain, Plain, Plain]:
+    def room(self, stage: int, count: int) -> Room:
         """Memory for `count` rows of the stage's next step, to be filled before `send`: hidden states, and
         ids int32 with weights float32, or logits float32. Raises TensorError for more than the lane takes.
         """
         if self._rows[stage] is not None:
             raise ValueError(f"stage {stage} has a step under way; take its answer first")
-        memory, layout = self._memory, self._memory.layout
-        if count > layout.rows:
-            raise TensorError("hidden", f"{count} rows; this lane was attached with {layout.rows} at most")
-        specs = (layout.hidden_spec(count), *layout.route_specs(count))
-        places = layout.columns(stage)
-        hidden, ids, weights, logits = (memory.view(*one) for one in zip(places, specs, strict=True))
-        return hidden, ids, weights, logits
+        if count > (most := self._memory.layout.rows):
+            raise TensorError("hidden", f"{count} rows; this lane was attached with {most} at most")
+        return self._memory.room(stage, count)
 
     def send(self, stage: int, count: int, *, logits: bool = False) -> None:
         """Says that the stage's rows are in their `room`: its next step may begin."""
@@ -102,37 +98,27 @@ class Pass:
         box[head + m.KIND] = m.LOGITS if logits else m.CHOICE
         fence()
         box[head + m.TAG] = tag_of(self.number, self._steps[stage])
+        self._expected[stage].sent()
         self._rows[stage] = count
 
-    def _columns(self, route: Choice | Logits, count: int) -> tuple[Plain | None, Plain | None, Plain | None]:
-        """Ids, weights and logits as the mailbox holds them."""
-        specs = dict(zip(("ids", "weights", "logits"), self._memory.layout.route_specs(count), strict=True))
-        if isinstance(route, Choice):
-            ids = plain(route.experts, "ids")
-            if ids.dtype.name == "int64":
-                ids = Plain(known("ids", "int32"), ids.storage.astype(np.int32))
-            given: dict[str, Plain] = {"ids": ids, "weights": plain(route.weights, "weights")}
-        else:
-            given = {"logits": plain(route.logits, "logits")}
-        for name, column in given.items():
-            if column.spec != specs[name]:
-                raise TensorError(name, f"{column.spec}; this lane takes {specs[name]}")
-        return given.get("ids"), given.get("weights"), given.get("logits")
-
-    def take(self, stage: int, timeout: float | None = None) -> NDArray[Any]:
+    def take(self, stage: int, timeout: float | None = None, *, out: Array | None = None) -> NDArray[Any]:
         """The answer [T, H] of the stage's step, in the storage type of its dtype (bfloat16 as uint16 bits).
 
-        Raises what the pass ended with: PassLate; Unavailable where the service could not answer;
-        WeightsChanged; InvalidArgument for a wrong announcement or step; DeadlineExceeded: nothing came.
+        out: dense host memory [T, H] of the lane's dtype in which the answer is wanted; None: new memory,
+        which takes longer to get than to fill where it is large. Raises TensorError for another one, and what
+        the pass ended with: PassLate; Unavailable where the service could not answer; WeightsChanged;
+        InvalidArgument for a wrong announcement or step; DeadlineExceeded: nothing came.
         """
-        return self.take_plain(stage, timeout).storage
+        return self.take_plain(stage, timeout, out=out).storage
 
-    def take_plain(self, stage: int, timeout: float | None = None) -> Plain:
+    def take_plain(self, stage: int, timeout: float | None = None, *, out: Array | None = None) -> Plain:
         """Does as `take`; the array with its dtype."""
+        rows = self._rows[stage] or 0
+        into = None if out is None else in_place(out, "out", self._memory.layout.hidden_spec(rows))
         found = self.arrived(stage, timeout)
-        storage = np.empty_like(found.storage)
-        copy_into(storage, found.storage)
-        return Plain(found.dtype, storage)
+        into = into or Plain(found.dtype, np.empty_like(found.storage))
+        copy_into(into.storage, found.storage)
+        return into
 
     def arrived(self, stage: int, timeout: float | None = None) -> Plain:
         """Waits as `take` does; the answer where it lies, until the stage's rows are sent again."""
@@ -141,7 +127,7 @@ class Pass:
             raise ValueError(f"stage {stage} has no step under way; post its rows first")
         memory = self._memory
         tag, head = tag_of(self.number, self._steps[stage]), memory.layout.answer_header(stage) + m.TAG
-        self._wait(lambda: memory.out[head] == tag, timeout)
+        self._wait((head, tag), timeout, self._expected[stage])
         fence()
         self._rows[stage] = None
         self._steps[stage] += 1
@@ -153,7 +139,7 @@ class Pass:
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the pass has ended, and raises what it ended with, unless that is OK."""
-        self._wait(lambda: False, timeout, ends=True)
+        self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0), ends=True)
 
     @property
     def status(self) -> Status | None:
@@ -169,29 +155,30 @@ class Pass:
         if self.status is None:
             self._memory.box[m.GIVEN_UP] = self.number
             try:
-                self._wait(lambda: False, None, ends=True)
+                self._wait((m.ENDED, NO_TAG), None, Expected(0.0), ends=True)
             except MoeError:
                 if self.status is None:  # the rank is gone; else it ended in another way just then
                     raise
 
-    def _wait(self, there: Callable[[], bool], timeout: float | None, *, ends: bool = False) -> None:
-        """Until `there`, or the pass has ended. ends: that is what is waited for."""
+    def _wait(
+        self, word: tuple[int, int], timeout: float | None, expected: Expected, *, ends: bool = False
+    ) -> None:
+        """Until a word of the answers is what is wanted, or the pass has ended. word: its place, and what is
+        wanted. ends: the end is what is waited for.
+        """
         started = looked = time.monotonic()
         limit = self._timeout if timeout is None else timeout
-        spins = 0
-        while not there():
+        out, (at, wanted) = self._memory.out, word
+        looks, slept = 0, False
+        while (found := out[at]) != wanted:
             status = self.status
             if status is not None:
-                if there():  # it ended after this answer
+                if out[at] == wanted:  # it ended after this answer
                     return
                 if status is Status.OK and ends:
                     return
                 raise _failure(status, self._memory.text())
-            spins += 1
-            if spins < SPINS:
-                time.sleep(0)
-                continue
-            now = time.monotonic()
+            looks, now = looks + 1, time.monotonic()
             if now - looked > ALIVE_SECONDS:
                 looked = now
                 if not self._memory.alive:
@@ -199,7 +186,12 @@ class Pass:
             if now - started > limit:
                 text = f"pass {self.number}: nothing came within {limit:g} s"
                 raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text)
-            time.sleep(min(LONGEST_LOOK, (now - started) / 8))
+            if seconds := expected.sleep(now, looks):
+                slept = not self._memory.words.sleep(at, found, seconds)
+            else:
+                time.sleep(0)
+                slept = False
+        expected.came(awaited=looks > 0, slept=slept)
 
     def __enter__(self) -> Pass:
         return self
@@ -211,6 +203,23 @@ class Pass:
             self.leave()
         else:
             self._memory.box[m.GIVEN_UP] = self.number
+
+
+def _columns(route: Choice | Logits, room: Room) -> tuple[Plain | None, Plain | None, Plain | None]:
+    """Ids, weights and logits as `room` takes them. Raises TensorError."""
+    _, *places = room
+    given: dict[str, Plain] = {}
+    if isinstance(route, Choice):
+        ids = plain(route.experts, "ids")
+        if ids.dtype.name == "int64":
+            ids = Plain(known("ids", "int32"), ids.storage.astype(np.int32))
+        given = {"ids": ids, "weights": plain(route.weights, "weights")}
+    else:
+        given = {"logits": plain(route.logits, "logits")}
+    for name, place in zip(("ids", "weights", "logits"), places, strict=True):
+        if name in given and given[name].spec != place.spec:
+            raise TensorError(name, f"{given[name].spec}; this lane takes {place.spec}")
+    return given.get("ids"), given.get("weights"), given.get("logits")
 
 
 def _failure(status: Status, text: str) -> MoeError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.futex import Words
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence
 from moeserve.proto.texts import clipped
 from moeserve.runtime.doors.passes.turns import Company
@@ -94,9 +96,13 @@ class AnnouncedLane(ABC):
         self.memory, self.counts = memory, terms.counts
         self.detached: str = ""  # why
         self.active_at = -math.inf  # when its caller last wanted a step
+        self.stirred_at = (
+            time.monotonic()
+        )  # when there last was anything, or an answer that its caller goes on from
         self._terms = terms
         box, answers = memory.held
         self._box = _words(box.memory)
+        self._out_words = Words(_words(answers.memory))
         self._out, self._text = _words(answers.memory), answers.memory[m.TEXT : m.TEXT + m.MOST_TEXT]
         self._last = 0  # the pass that was announced last
 
@@ -114,6 +120,10 @@ class AnnouncedLane(ABC):
     def soon(self) -> bool:
         """Whether its caller brings rows as soon as it has the answers that are on their way to it."""
         return False
+
+    def pause(self, now: float) -> float:
+        """Seconds for which its caller's words need no look; infinite: until one of its steps ends."""
+        return (now - self.stirred_at) / 8
 
     @property
     def under_way(self) -> int:
@@ -196,6 +206,7 @@ class AnnouncedLane(ABC):
         self._out[m.STATUS], self._out[m.TEXT_BYTES] = int(status), len(data)
         fence()
         self._out[m.ENDED] = number
+        self._out_words.wake(m.ENDED)
 
     def close(self) -> None:
         """Lets go of its memory; no pass runs any more."""

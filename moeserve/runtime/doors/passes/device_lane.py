@@ -115,6 +115,7 @@ class DeviceLane(HandedLane):
     def __init__(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> None:
         super().__init__(memory, terms)
         self.held = False  # whether no step may begin now
+        self.step_ended: Callable[[], None] = lambda: None  # one has; from any thread
         self._begin = begin
         self._pass: _Pass | None = None
         self._lock = threading.Lock()
@@ -124,6 +125,15 @@ class DeviceLane(HandedLane):
         """Of the pass that runs; 0: none does."""
         run = self._pass
         return 0 if run is None else run.number
+
+    def pause(self, now: float) -> float:
+        """Seconds for which its caller's words need not be looked at: while each stage has a step under way,
+        they begin none.
+        """
+        run = self._pass
+        if run is not None and run.ends is None and not any(map(run.wants, run.stages)):
+            return math.inf
+        return super().pause(now)
 
     @property
     def under_way(self) -> int:
@@ -276,9 +286,11 @@ class DeviceLane(HandedLane):
             failed = reply.error
         with self._lock:
             stage.busy, stage.call = False, None
+            self.stirred_at = _now()
             if run.ends is None:
                 self._count(run, at, reply.reply, failed)
         self._conclude(run)
+        self.step_ended()
 
     def _count(self, run: _Pass, at: int, reply: moe_pb2.ForwardReply, failed: moe_pb2.Error | None) -> None:
         """Notes how a step of a pass that runs has ended; the lock is held."""
@@ -303,6 +315,7 @@ class DeviceLane(HandedLane):
         self.counts.steps += 1
         fence()
         self._out[head + m.TAG] = tag
+        self._out_words.wake(head + m.TAG)
 
     def _end(self, run: _Pass, status: Status, text: str) -> None:
         """Ends a pass, unless it ends already."""

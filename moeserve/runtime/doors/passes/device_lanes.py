@@ -36,7 +36,10 @@ from moeserve.runtime.doors.payloads.errors import UnknownRegion
 log = logging.getLogger(__name__)
 
 SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
-"""Seconds between two looks. In between, a look comes after an eighth of the time in which nothing was."""
+"""Seconds between two looks. In between, a look comes after an eighth of the time in which nothing was. While
+nothing could begin before a step under way has ended, none comes before that: the thread that computes the
+step would have to share the interpreter with it.
+"""
 
 SWEEP_SECONDS = 0.05
 """Between looks whether the callers' leases are still there."""
@@ -106,6 +109,7 @@ class DeviceLanes:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closing = False
+        self._step_ended = threading.Event()  # of a lane, since the last look
         self._thread = threading.Thread(target=self._run, name="device-lanes", daemon=True)
         self._thread.start()
 
@@ -188,9 +192,11 @@ class DeviceLanes:
 
     def _host_lane(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> AnnouncedLane:
         """A lane of rows in host memory."""
-        made = None if self.mail is None else self.mail.host_lane(memory, terms, begin)
+        calls = DeviceLane(memory, terms, begin)
+        calls.step_ended = self._step_ended.set
+        made = None if self.mail is None else self.mail.host_lane(memory, terms, calls)
         if made is None:
-            return DeviceLane(memory, terms, begin)
+            return calls
         made.company = lambda: self._company(made)
         return made
 
@@ -314,19 +320,19 @@ class DeviceLanes:
             self._forget(lane)
 
     def _look(self) -> None:
-        busy = swept = time.monotonic()
+        swept = time.monotonic()
         while True:
             with self._lock:
                 while not self._lanes and not self._leaving and not self._closing:
                     self._changed.wait()
-                    busy = time.monotonic()
                 if self._closing and not self._leaving:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
+            self._step_ended.clear()
             now = time.monotonic()
             self._note_company(lanes, now)
-            if sum(self._looked(lane, now) for lane in lanes) or any(lane.soon for lane in lanes):
-                busy = now
+            for lane in lanes:
+                self._looked(lane, now)
             self._note_company(lanes, now)
             for lane in lanes:  # also those whose callers have not wanted a step lately
                 if (company := self._company(lane)) is not Company.NONE:
@@ -340,18 +346,25 @@ class DeviceLanes:
                 self._sweep()
             if self.mail is not None:
                 self.mail.await_launches(LONGEST_LOOK)
-            time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - busy) / 8)))
+            self._pause(min(lane.pause(now) for lane in (*lanes, *leaving)) if lanes or leaving else 0.0)
 
-    def _looked(self, lane: AnnouncedLane, now: float) -> bool:
-        """Whether there was anything at `lane`. What goes wrong with one lane ends it, and no other."""
+    def _pause(self, seconds: float) -> None:
+        if seconds == math.inf:
+            self._step_ended.wait(LONGEST_LOOK)
+        else:
+            time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, seconds)))
+
+    def _looked(self, lane: AnnouncedLane, now: float) -> None:
+        """Looks at `lane`. What goes wrong with one lane ends it, and no other."""
         try:
-            if found := lane.look(now):
-                lane.active_at = now
-            return found
+            if lane.look(now):
+                lane.active_at = lane.stirred_at = now
+            elif lane.soon:
+                lane.stirred_at = now
         except Exception:
             log.exception("a device lane is detached")
             lane.detach("the rank could not read it")
-            return True
+            lane.stirred_at = now
 
     def _sweep(self) -> None:
         """Detaches lanes whose caller's lease has ended."""

@@ -56,6 +56,11 @@ class HostLane(AnnouncedLane):
         """Whether its caller brings rows as soon as it has the answers that are on their way to it."""
         return self._works.soon
 
+    def pause(self, now: float) -> float:
+        """Seconds for which its caller's words need not be looked at."""
+        works = self._works.pause(now)
+        return works if works == math.inf else min(super().pause(now), works)
+
     @property
     def under_way(self) -> int:
         """Steps that were begun as calls, and have not ended."""

@@ -15,7 +15,7 @@ from moeserve.proto.tensors import TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused
 from moeserve.runtime.doors.passes.announced import LaneMemory, LaneModel, LaneTerms
-from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
+from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.host_lane import HostLane
 from moeserve.runtime.doors.passes.mail_lane import MailLane
 from moeserve.runtime.doors.passes.turns import Turns
@@ -92,8 +92,10 @@ class MailHost:
         lane.turns = self._turns
         return lane, mail.handle
 
-    def host_lane(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> HostLane | None:
-        """A lane of rows in host memory whose steps are launched ahead, too; None where they cannot be."""
+    def host_lane(self, memory: LaneMemory, terms: LaneTerms, calls: DeviceLane) -> HostLane | None:
+        """A lane of rows in host memory whose steps are launched ahead, too; None where they cannot be.
+        `calls`: the lane on the same memory whose steps are calls.
+        """
         layout, runs, box = memory.layout, self._runs, memory.held
         dtype = DTYPES.get(layout.dtype.name)
         if not self._host_ahead:
@@ -127,7 +129,7 @@ class MailHost:
                 return False
             return runs.open and layout.rows <= runs.most_rows
 
-        both = DeviceLane(memory, terms, begin), MailLane(memory, terms, (made, mail), runs)
+        both = calls, MailLane(memory, terms, (made, mail), runs)
         return HostLane(memory, terms, both, may_run)
 
     def _wire(self, request: moe_pb2.AttachLaneRequest) -> str:
