@@ -52,7 +52,6 @@ OF_A_SERVICE = frozenset(
         "hop_soak",
         "moves",
         "overload",
-        "pass_hop",
         "pass_soak",
         "quantized",
         "serve_on",

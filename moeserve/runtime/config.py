@@ -27,6 +27,7 @@ from moeserve.runtime.sections import (
     AUTO,
     DROP,
     FAIL,
+    HOST_AHEAD,
     KEY_FILES,
     LOG_FORMATS,
     LOG_LEVELS,
@@ -117,6 +118,7 @@ class Config:
         one_of("balance.policy", self.balance.policy, (OFF, *BALANCERS))
         one_of("balance.replica_choice", self.balance.replica_choice, tuple(REPLICA_CHOICES))
         one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
+        one_of("passes.host_ahead", self.passes.host_ahead, HOST_AHEAD)
         one_of("plan.measure", self.plan.measure, MEASURES)
         one_of("step.on_late", self.step.on_late, (FAIL, DROP))
         one_of("log.level", self.log.level, LOG_LEVELS)

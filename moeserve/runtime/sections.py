@@ -188,6 +188,10 @@ class MembersConfig:
     scale_seconds: float = 600.0  # for ranks that `moeserve scale` adds to load and join, or others to leave
 
 
+HOST_AHEAD = ("auto", "always", "never")
+"""Values of `passes.host_ahead`; auto: while no other process computes on the rank's GPU."""
+
+
 @dataclass(frozen=True)
 class PassesConfig:
     """Callers that are attached to a rank by a device lane, and their passes."""
@@ -197,7 +201,7 @@ class PassesConfig:
     patience_seconds: float = 2.0  # for the rows of a step that is next; then the pass ends
     ahead_seconds: float = 0.02  # that what was launched before its rows may wait for them; 0: nothing is
     graph_steps: int = 4096  # that a GPU rank keeps recorded, over all runs of passes; 0: none is recorded
-    host_ahead: bool = False  # steps of a lone caller with rows in host memory are launched ahead, too
+    host_ahead: str = "auto"  # steps of a lone caller with rows in host memory are launched ahead, too
     share_gpu: bool = False  # processes may share a GPU: a caller's and a rank's, and ranks; they take turns
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from host_callers import LAYOUT, HostCaller
 
+from moeserve.device.sharing import GpuProcesses
 from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes.mailbox import MailboxLayout
@@ -52,6 +53,10 @@ class Runs:
         self.attached = list[tuple[HostMailLayout, HostMemory]]()
         self.detached = list[Mail]()
 
+    @property
+    def device_uuid(self) -> str:
+        return "6a4f0a52-0000-1111-2222-333344445555"
+
     def check(self, rows: int, patience: float) -> None:
         if self.why == "group":
             raise CannotRun("its group cannot")
@@ -70,7 +75,8 @@ def attached(
     regions: Regions, runs: Runs, rows: int = 4, dtype: str = "DTYPE_BF16"
 ) -> tuple[DeviceLanes, AnnouncedLane]:
     lanes = DeviceLanes(regions, MODEL, DeviceLaneLimits(lanes=2), lambda peer: lambda *step: None)
-    lanes.mail = MailHost(runs, MODEL, 1 << 20, host_ahead=runs.why != "key")  # type: ignore[arg-type]
+    ahead = {"key": "never", "shared": "auto"}.get(runs.why, "always")
+    lanes.mail = MailHost(runs, MODEL, 1 << 20, host_ahead=ahead)  # type: ignore[arg-type]
     request = moe_pb2.AttachLaneRequest(
         name="one", device="cpu", rows=rows, stages=1, dtype=moe_pb2.DType.Value(dtype)
     )
@@ -142,3 +148,17 @@ def test_both_ways_count_alike() -> None:
     host = HostCaller(regions).host
     assert host.counts is host._calls.counts is host._runs.counts
     regions.close()
+
+
+def test_while_other_processes_compute_on_the_gpu_steps_are_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = False
+    monkeypatch.setattr(GpuProcesses, "alone", property(lambda gpu: own))
+    regions = Regions(RegionLimits(), Registrar(Driver(""), 1 << 20))
+    lanes, lane = attached(regions, Runs("shared"))
+    try:
+        assert isinstance(lane, HostLane) and lane.company() is Company.CALLS
+        own = True
+        assert lane.company() is Company.NONE
+    finally:
+        lanes.close()
+        regions.close()

@@ -35,7 +35,7 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture(scope="module")
 def house(path: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(house_config(path, plan__device="cuda", passes__host_ahead=True)) as house:
+    with LocalCluster(house_config(path, plan__device="cuda", passes__host_ahead="always")) as house:
         yield house
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -113,8 +112,7 @@ class Callers:
 
 COPYING_THREADS = 8
 """Threads of torch in a process of one caller of many rows, whose copies use them. Others have one: threads
-of each caller's copies and checks would spin for work on all cores, and hold up the ranks too. A caller of
-passes has as many as there are cores: no rank's thread computes meanwhile.
+of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
 """
 
 COPYING_BYTES = 1 << 20  # of a call's rows, from which its copies are worth them
@@ -140,8 +138,7 @@ def _serve(pipe: Connection, address: str, sizes: Sizes, spin: float) -> None:
 
 def _run(pipe: Connection, client: MoeClient, sizes: Sizes, load: Load, numbers: list[int]) -> None:
     many = len(numbers) == 1 and sizes.nbytes(load.rows) >= COPYING_BYTES
-    most = len(os.sched_getaffinity(0)) if load.kind == "pass" else COPYING_THREADS
-    torch.set_num_threads(most if many else 1)
+    torch.set_num_threads(COPYING_THREADS if many else 1)
     with ExitStack() as stack:
         callers = [_Caller(client, sizes, load, number, stack) for number in numbers]
         _all([caller.warm_up for caller in callers])

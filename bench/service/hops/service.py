@@ -54,7 +54,6 @@ def config_of(
             "plan.all2all_backend": dispatcher,
             "step.graph_rows": graph_rows,
             "cluster.spin_seconds": spin,
-            "passes.host_ahead": on_gpus(ranks),
             "passes.lane_bytes": 1 << 30,
             "server.port": 0,
             "server.metrics_port": 0,

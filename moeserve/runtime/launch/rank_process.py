@@ -270,8 +270,13 @@ class _RankProcess:
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door))
         lanes.on_pass = self._telemetry.observe_pass
         if self._runs is not None:
-            takes = {"share_gpu": passes.share_gpu, "host_ahead": passes.host_ahead}
-            lanes.mail = MailHost(self._runs, model, passes.lane_bytes, **takes)
+            lanes.mail = MailHost(
+                self._runs,
+                model,
+                passes.lane_bytes,
+                share_gpu=passes.share_gpu,
+                host_ahead=passes.host_ahead,
+            )
             lanes.others, self.member.on_company = door.has_calls, lanes.company
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes

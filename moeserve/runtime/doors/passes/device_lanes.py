@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import os
 import re
 import threading
 import time
@@ -29,17 +27,12 @@ from moeserve.runtime.doors.passes.announced import (
 from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.mail_lane import MailLane
+from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK, Pauses, sleep_finely
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
 log = logging.getLogger(__name__)
-
-SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
-"""Seconds between two looks. In between, a look comes after an eighth of the time in which nothing was. While
-nothing could begin before a step under way has ended, none comes before that: the thread that computes the
-step would have to share the interpreter with it.
-"""
 
 SWEEP_SECONDS = 0.05
 """Between looks whether the callers' leases are still there."""
@@ -109,7 +102,7 @@ class DeviceLanes:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closing = False
-        self._step_ended = threading.Event()  # of a lane, since the last look
+        self._pauses = Pauses()
         self._thread = threading.Thread(target=self._run, name="device-lanes", daemon=True)
         self._thread.start()
 
@@ -193,11 +186,12 @@ class DeviceLanes:
     def _host_lane(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> AnnouncedLane:
         """A lane of rows in host memory."""
         calls = DeviceLane(memory, terms, begin)
-        calls.step_ended = self._step_ended.set
-        made = None if self.mail is None else self.mail.host_lane(memory, terms, calls)
-        if made is None:
+        calls.step_ended = self._pauses.step_ended
+        mail = self.mail
+        made = None if mail is None else mail.host_lane(memory, terms, calls)
+        if mail is None or made is None:
             return calls
-        made.company = lambda: self._company(made)
+        made.company = lambda: self._company(made) if mail.own_gpu else Company.CALLS
         return made
 
     def detach(self, mailbox: str) -> None:
@@ -307,7 +301,7 @@ class DeviceLanes:
         attached.lane.detach(why)
 
     def _run(self) -> None:
-        _sleep_finely()
+        sleep_finely()
         try:
             self._look()
         except Exception:
@@ -328,7 +322,7 @@ class DeviceLanes:
                 if self._closing and not self._leaving:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
-            self._step_ended.clear()
+            self._pauses.looks()
             now = time.monotonic()
             self._note_company(lanes, now)
             for lane in lanes:
@@ -346,13 +340,7 @@ class DeviceLanes:
                 self._sweep()
             if self.mail is not None:
                 self.mail.await_launches(LONGEST_LOOK)
-            self._pause(min(lane.pause(now) for lane in (*lanes, *leaving)) if lanes or leaving else 0.0)
-
-    def _pause(self, seconds: float) -> None:
-        if seconds == math.inf:
-            self._step_ended.wait(LONGEST_LOOK)
-        else:
-            time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, seconds)))
+            self._pauses.wait(min((lane.pause(now) for lane in (*lanes, *leaving)), default=0.0))
 
     def _looked(self, lane: AnnouncedLane, now: float) -> None:
         """Looks at `lane`. What goes wrong with one lane ends it, and no other."""
@@ -394,14 +382,3 @@ class DeviceLanes:
         for name in (lane.memory.mailbox, lane.memory.answers):
             with suppress(UnknownRegion):
                 self._regions.release(name)
-
-
-SET_TIMER_SLACK = 29
-"""Of prctl: nanoseconds by which the kernel may wake a thread late, 50,000 by default."""
-
-
-def _sleep_finely() -> None:
-    """Has this thread's short sleeps take half as long."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(SET_TIMER_SLACK, 1, 0, 0, 0):
-        log.warning("the thread of device lanes sleeps coarsely: prctl: %s", os.strerror(ctypes.get_errno()))

@@ -7,6 +7,7 @@ import re
 
 import torch
 
+from moeserve.device.sharing import GpuProcesses
 from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto import moe_pb2
@@ -33,7 +34,8 @@ class MailHost:
     """Checks what callers with a GPU ask for, and makes their lanes, and those of callers of the host.
 
     lane_bytes: of device memory, of one lane at most. share_gpu: callers may share the rank's GPU, and both
-    then take turns of milliseconds. host_ahead: steps of rows in host memory are launched ahead, too.
+    then take turns of milliseconds. host_ahead: whether steps of rows in host memory are launched ahead, too:
+    auto (while no other process computes on the GPU), always, or never.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class MailHost:
         lane_bytes: int,
         *,
         share_gpu: bool = False,
-        host_ahead: bool = False,
+        host_ahead: str = "never",
     ) -> None:
         self._host_ahead = host_ahead
+        self._processes = GpuProcesses(runs.device_uuid) if host_ahead == "auto" else None
         self._runs, self._model, self._lane_bytes, self._share_gpu = runs, model, lane_bytes, share_gpu
         self._turns = Turns()
 
@@ -57,6 +60,13 @@ class MailHost:
     def await_launches(self, seconds: float) -> None:
         """Returns once all runs that lanes have begun are launched, or after so many seconds."""
         self._runs.await_launches(seconds)
+
+    @property
+    def own_gpu(self) -> bool:
+        """Whether steps of callers of the host may wait on the GPU: no other process computes there, which
+        would get turns of milliseconds meanwhile, or the key says that it does not matter.
+        """
+        return self._processes is None or self._processes.alone
 
     def check(self, device: str) -> None:
         """Raises DeviceRefused where rows of this GPU cannot be taken here."""
@@ -98,7 +108,7 @@ class MailHost:
         """
         layout, runs, box = memory.layout, self._runs, memory.held
         dtype = DTYPES.get(layout.dtype.name)
-        if not self._host_ahead:
+        if self._host_ahead == "never":
             return None
         if dtype is None or dtype != runs.dtype or layout.rows > runs.most_rows:
             return None  # to convert rows, or to divide them among steps, is for calls

@@ -1,0 +1,50 @@
+"""`Pauses`: how the thread that looks at callers' words waits between two looks."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import threading
+import time
+
+log = logging.getLogger(__name__)
+
+SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
+"""Seconds between two looks. In between, a look comes after an eighth of the time in which nothing was. While
+nothing could begin before a step under way has ended, none comes before that: the thread that computes the
+step would have to share the interpreter with it.
+"""
+
+SET_TIMER_SLACK = 29
+"""Of prctl: nanoseconds by which the kernel may wake a thread late, 50,000 by default."""
+
+
+class Pauses:
+    """Of one thread. `step_ended` is called by any."""
+
+    def __init__(self) -> None:
+        self._step_ended = threading.Event()  # of a lane, since the last look
+
+    def step_ended(self) -> None:
+        """A step that was begun as a call has."""
+        self._step_ended.set()
+
+    def looks(self) -> None:
+        """A look begins: what ends from now on is seen after it."""
+        self._step_ended.clear()
+
+    def wait(self, seconds: float) -> None:
+        """Waits about so long; where that is infinite, until a step ends."""
+        if seconds == math.inf:
+            self._step_ended.wait(LONGEST_LOOK)
+        else:
+            time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, seconds)))
+
+
+def sleep_finely() -> None:
+    """Has short sleeps of the calling thread take half as long."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(SET_TIMER_SLACK, 1, 0, 0, 0):
+        log.warning("the thread of device lanes sleeps coarsely: prctl: %s", os.strerror(ctypes.get_errno()))
