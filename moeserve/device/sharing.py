@@ -1,16 +1,18 @@
 """`GpuProcesses`: how many processes compute on a GPU, as NVIDIA's management library (NVML) counts them.
 
 Kernels that wait take turns of milliseconds with those of another process, so that whoever launches some asks
-before whether its GPU is its own. The library comes with the driver. In a container that does not see the
-host's processes it counts none, not even this one, and then nobody knows.
+before whether its GPU is its own. The library comes with the driver. What it counts inside a container is for
+the driver to say: where it counts none, not even this process, nobody knows; where it counts those of the
+container alone, a process outside is not seen.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
+import threading
 import time
-from functools import cache
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -19,49 +21,76 @@ LOOK_SECONDS = 0.5
 """Between two counts."""
 
 LIBRARY = "libnvidia-ml.so.1"
+COUNT = "nvmlDeviceGetComputeRunningProcesses_v3"
 _SUCCESS, _TOO_SMALL = 0, 7  # nvmlReturn_t: NVML_SUCCESS, NVML_ERROR_INSUFFICIENT_SIZE
 
 
-@cache
-def _nvml() -> Any | None:
-    """The library, ready to be asked; None where there is none."""
+class Unknown(Exception):
+    """Nobody knows what processes there are; says why."""
+
+
+def nvml() -> Any:
+    """The library, ready to be asked. Raises Unknown."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as missing:
-        log.info("nobody knows what processes compute on a GPU: %s", missing)
-        return None
-    code: int = library.nvmlInit_v2()
+        raise Unknown(str(missing)) from missing
+    code: int = library.nvmlInit_v2()  # it counts how often it is called, and is loaded once
     if code != _SUCCESS:
-        log.info("nobody knows what processes compute on a GPU: nvmlInit gives %d", code)
-        return None
+        raise Unknown(f"nvmlInit_v2 gives {code}")
     return library
 
 
 class GpuProcesses:
-    """Those of the GPU with this UUID, without `GPU-`."""
+    """Those of the GPU with this UUID, without `GPU-`. A thread of its own counts, as long as somebody asks:
+    a driver that does not answer holds nobody else up.
+    """
 
-    def __init__(self, uuid: str, nvml: Any | None = None) -> None:
-        """nvml: the library; None: the driver's."""
-        self._uuid, self._nvml = uuid, nvml
-        self._looked, self._found = float("-inf"), False
+    def __init__(self, uuid: str, library: Any | None = None) -> None:
+        """library: NVML; None: the driver's."""
+        self._uuid, self._library = uuid, library
+        self._looked, self._looks = -math.inf, False
+        self._found: int | str = "it was not asked yet"
 
     @property
     def alone(self) -> bool:
-        """Whether this process, which has begun to compute there, is the only one, as of up to `LOOK_SECONDS`
-        ago. False where nobody knows.
+        """Whether this process, which has begun to compute there, was the only one at the last count. False
+        where nobody knows. It waits for nothing.
         """
         now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked, self._found = now, self.count() == 1
-        return self._found
+        if not self._looks and now - self._looked >= LOOK_SECONDS:
+            self._looks = True
+            threading.Thread(target=self.look, name="gpu-processes", daemon=True).start()
+        return self._found == 1
 
-    def count(self) -> int | None:
-        """How many there are now; None where nobody knows."""
-        nvml = _nvml() if self._nvml is None else self._nvml
-        if nvml is None:
-            return None
+    def look(self) -> None:
+        """Counts, and logs what has changed."""
+        try:
+            found: int | str = self.count()
+        except Unknown as why:
+            found = str(why)
+        if found != self._found:
+            known = (
+                f"{found} processes compute"
+                if isinstance(found, int)
+                else f"nobody knows who computes ({found})"
+            )
+            log.info("GPU-%s: %s there, this one counted", self._uuid, known)
+        self._found, self._looked = found, time.monotonic()
+        self._looks = False
+
+    def count(self) -> int:
+        """How many there are now. Raises Unknown."""
+        self._library = library = self._library or nvml()
+        if not hasattr(library, COUNT):
+            raise Unknown(f"the driver's NVML has no {COUNT}")
         device, count = ctypes.c_void_p(), ctypes.c_uint(0)
-        if nvml.nvmlDeviceGetHandleByUUID(f"GPU-{self._uuid}".encode(), ctypes.byref(device)) != _SUCCESS:
-            return None  # it is a part of a GPU, for example
-        code = nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), None)
-        return count.value if code == _TOO_SMALL else None
+        code = library.nvmlDeviceGetHandleByUUID(f"GPU-{self._uuid}".encode(), ctypes.byref(device))
+        if code != _SUCCESS:
+            raise Unknown(f"nvmlDeviceGetHandleByUUID gives {code}")  # it is a part of a GPU, for example
+        code = getattr(library, COUNT)(device, ctypes.byref(count), None)
+        if code == _SUCCESS:
+            raise Unknown("NVML counts none")
+        if code != _TOO_SMALL:
+            raise Unknown(f"{COUNT} gives {code}")
+        return count.value

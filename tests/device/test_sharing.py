@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from moeserve.device import sharing
-from moeserve.device.sharing import GpuProcesses
+from moeserve.device.sharing import GpuProcesses, Unknown
 
 UUID = "6a4f0a52-0000-1111-2222-333344445555"
+SECONDS = 20.0
 OTHER = """
 import sys, torch
 torch.ones(1, device="cuda").item()
@@ -26,12 +30,14 @@ class Nvml:
 
     def __init__(self, count: int = 1, wrong: str = "") -> None:
         self.count, self.wrong, self.asked = count, wrong, 0
+        self.before: Callable[[], object] = lambda: None
 
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: Any) -> int:  # the library's name
         assert uuid == b"GPU-" + UUID.encode()
         return 6 if self.wrong == "device" else 0
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, device: Any, count: Any, infos: None) -> int:
+        self.before()
         self.asked += 1
         if self.wrong == "processes":
             return 3
@@ -39,46 +45,82 @@ class Nvml:
         return 7 if self.count else 0
 
 
-@pytest.mark.parametrize(
-    ("nvml", "count"),
-    [
-        (Nvml(1), 1),
-        (Nvml(3), 3),
-        (Nvml(0), None),
-        (Nvml(wrong="device"), None),
-        (Nvml(wrong="processes"), None),
-    ],
-)
-def test_processes_are_counted_where_they_can_be(nvml: Nvml, count: int | None) -> None:
-    found = GpuProcesses(UUID, nvml)
+@pytest.mark.parametrize("count", [1, 3])
+def test_processes_are_counted(count: int) -> None:
+    found = GpuProcesses(UUID, Nvml(count))
     assert found.count() == count
+    found.look()
     assert found.alone is (count == 1)
 
 
-def test_it_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(sharing.time, "monotonic", lambda: now)
-    nvml = Nvml(1)
-    found = GpuProcesses(UUID, nvml)
-    assert found.alone and found.alone and nvml.asked == 1
-    nvml.count = 2
-    assert found.alone
-    now += sharing.LOOK_SECONDS
-    assert not found.alone and nvml.asked == 2
+@pytest.mark.parametrize(
+    ("library", "why"),
+    [
+        (Nvml(0), "counts none"),
+        (Nvml(wrong="device"), "nvmlDeviceGetHandleByUUID gives 6"),
+        (Nvml(wrong="processes"), "gives 3"),
+        (object(), "has no nvmlDeviceGetComputeRunningProcesses_v3"),
+    ],
+)
+def test_where_nobody_knows_it_is_not_alone_and_the_log_says_why(
+    library: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = GpuProcesses(UUID, library)
+    with pytest.raises(Unknown, match=why):
+        found.count()
+    with caplog.at_level("INFO"):
+        found.look()
+        found.look()
+    assert not found.alone
+    assert caplog.text.count(why) == 1
+
+
+def test_it_is_counted_again_after_a_while_beside_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "LOOK_SECONDS", 0.05)
+    library = Nvml(1)
+    found = GpuProcesses(UUID, library)
+    wait_for(lambda: found.alone)
+    library.count = 2
+    wait_for(lambda: not found.alone)
+    monkeypatch.setattr(sharing, "LOOK_SECONDS", 3600.0)
+    wait_for(lambda: not found._looks)
+    before = library.asked
+    assert not any(found.alone for _ in range(100))
+    assert library.asked == before
+
+
+def test_a_driver_that_does_not_answer_holds_nobody_up() -> None:
+    library, answers = Nvml(1), threading.Event()
+    library.before = lambda: answers.wait(SECONDS)
+    found = GpuProcesses(UUID, library)
+    began = time.monotonic()
+    assert not any(found.alone for _ in range(10))
+    assert time.monotonic() - began < SECONDS / 2
+    answers.set()
+    wait_for(lambda: found.alone)
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without NVIDIA's driver")
 def test_without_the_library_nobody_knows() -> None:
-    assert GpuProcesses(UUID).count() is None
-    assert not GpuProcesses(UUID).alone
+    with pytest.raises(Unknown, match=sharing.LIBRARY):
+        GpuProcesses(UUID).count()
 
 
 @pytest.mark.gpu(1)
 def test_the_driver_counts_this_process_and_another_one() -> None:
     torch.ones(1, device="cuda").item()
     processes = GpuProcesses(str(torch.cuda.get_device_properties(0).uuid))
-    before = processes.count()
-    assert before is not None
+    try:
+        before = processes.count()
+    except Unknown as why:
+        pytest.skip(f"the driver does not say here: {why}")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", OTHER], **pipes) as other:  # type: ignore[call-overload]
         assert other.stdout.readline() == "there\n"

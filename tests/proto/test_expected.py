@@ -27,16 +27,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def awaited(expected: Expected, clock: Clock, takes: float) -> tuple[float, float]:
+def awaited(
+    expected: Expected, clock: Clock, takes: float, later: float = WOKEN_LATER, rows: int = 1
+) -> tuple[float, float]:
     """A step whose answer takes so long, waited for from its rows on: how late it was found, and how long
     its caller was awake.
     """
-    expected.sent()
+    expected.sent(rows)
     there, awake, looks, slept = clock.now + takes, 0.0, 0, 0.0
     while clock.now < there:
         looks += 1
         slept = expected.sleep(clock.now, looks)
-        clock.now += slept + WOKEN_LATER if slept else LOOK
+        clock.now += slept + later if slept else LOOK
         awake += 0.0 if slept else LOOK
     expected.came(awaited=looks > 0, slept=slept > 0)
     return clock.now - there, awake
@@ -73,7 +75,7 @@ def test_an_answer_that_does_not_come_is_waited_for_asleep(clock: Clock) -> None
         awaited(expected, clock, 1e-3)
     _, awake = awaited(expected, clock, 1.0)
     assert awake < 2e-3
-    expected.sent()
+    expected.sent(1)
     clock.now += 2.0
     assert expected.sleep(clock.now, 60) == LONGEST_SLEEP
 
@@ -83,7 +85,7 @@ def test_a_caller_that_comes_late_for_its_answer_learns_no_longer_time(clock: Cl
     for _ in range(8):
         awaited(expected, clock, 1e-3)
     before = expected.seconds
-    expected.sent()
+    expected.sent(1)
     clock.now += 0.2
     expected.came(awaited=False, slept=False)
     assert expected.seconds == before
@@ -95,3 +97,28 @@ def test_who_is_not_to_be_awake_sleeps_all_the_time(clock: Clock) -> None:
         late, awake = awaited(expected, clock, 8e-4)
         assert late <= 8e-4 / 8 + WOKEN_LATER
         assert not awake
+
+
+@pytest.mark.parametrize("awake", [0.0, AWAKE])
+@pytest.mark.parametrize("later", [20e-6, 120e-6, 200e-6])
+@pytest.mark.parametrize("takes", [200e-6, 300e-6, 8e-4, 5e-3])
+def test_who_is_woken_late_does_not_come_later_and_later(
+    clock: Clock, awake: float, later: float, takes: float
+) -> None:
+    expected = Expected(awake)
+    for first in (takes, 6e-3, takes):
+        awaited(expected, clock, first, later)
+    for _ in range(30):
+        awaited(expected, clock, takes, later)
+    late = [awaited(expected, clock, takes, later)[0] for _ in range(30)]
+    assert sum(late) / len(late) <= takes / 8 + 1.2 * later
+
+
+def test_steps_of_few_rows_and_of_many_are_expected_apart(clock: Clock) -> None:
+    expected = Expected(AWAKE)
+    for _ in range(12):
+        awaited(expected, clock, 2e-4, rows=1)
+        awaited(expected, clock, 5e-3, rows=512)
+    for rows, takes in ((1, 2e-4), (512, 5e-3)):
+        late, _ = awaited(expected, clock, takes, rows=rows)
+        assert late <= LOOK

@@ -20,8 +20,7 @@ from moeserve.proto.passes.futex import Words
 memory = memoryview(mmap.mmap(int(sys.argv[1]), 4096)).cast("Q")
 print("there", flush=True)
 sys.stdin.readline()
-memory[3] = 7
-Words(memory).wake(3)
+Words(memory).write(3, 7)
 sys.stdin.readline()
 """
 
@@ -41,8 +40,8 @@ def test_another_process_wakes_who_sleeps() -> None:
     command = [sys.executable, "-c", OTHER, str(descriptor)]
     with subprocess.Popen(command, pass_fds=[descriptor], **pipes) as other:  # type: ignore[call-overload]
         assert other.stdout.readline() == "there\n"
-        threading.Timer(0.2, lambda: (other.stdin.write("\n"), other.stdin.flush())).start()
         began = time.monotonic()
+        threading.Timer(0.2, lambda: (other.stdin.write("\n"), other.stdin.flush())).start()
         while memory[3] != 7 and time.monotonic() - began < LONG:
             words.sleep(3, 0, LONG)
         lasted = time.monotonic() - began
@@ -67,4 +66,27 @@ def test_a_sleep_ends_unless_somebody_wakes() -> None:
     began = time.monotonic()
     assert not Words(memory).sleep(0, 0, 0.05)
     assert 0.04 < time.monotonic() - began < LONG
+    os.close(descriptor)
+
+
+def test_a_word_that_was_changed_by_who_wakes_nobody_is_found_when_the_sleep_is_over() -> None:
+    descriptor, memory = shared()
+    threading.Timer(0.05, lambda: memory.__setitem__(2, 9)).start()
+    began = time.monotonic()
+    assert not Words(memory).sleep(2, 0, 0.2)
+    assert time.monotonic() - began > 0.19 and memory[2] == 9
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("value", [5 << 32 | 1, 4 << 32 | 2])
+def test_either_half_of_a_word_wakes(value: int) -> None:
+    descriptor, memory = shared()
+    memory[1] = seen = 4 << 32 | 1
+    words = Words(memory)
+    threading.Timer(0.1, lambda: words.write(1, value)).start()
+    began = time.monotonic()
+    while memory[1] == seen and time.monotonic() - began < LONG:
+        words.sleep(1, seen, LONG, value)
+    assert time.monotonic() - began < LONG / 2
+    assert words.sleep(1, seen, LONG, value), "it has changed before"
     os.close(descriptor)

@@ -54,6 +54,7 @@ def config_of(
             "plan.all2all_backend": dispatcher,
             "step.graph_rows": graph_rows,
             "cluster.spin_seconds": spin,
+            "passes.host_ahead": "always",
             "passes.lane_bytes": 1 << 30,
             "server.port": 0,
             "server.metrics_port": 0,

@@ -29,7 +29,7 @@ from moeserve.proto.errors import (
 )
 from moeserve.proto.host_id import host_id
 from moeserve.proto.passes import mailbox as m
-from moeserve.proto.passes.expected import awake_seconds
+from moeserve.proto.passes.expected import MOST_AWAKE, Expected, awake_seconds
 from moeserve.proto.passes.mailbox import MailboxLayout, fence
 from moeserve.proto.passes.memory import LaneMemory
 from moeserve.proto.passes.running import Announced, Pass
@@ -63,6 +63,10 @@ class Wanted:
     spin: float | None = None  # seconds awake for an answer, when it is expected; None: as cores are to spare
     credentials: Credentials | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.spin is not None and not 0 <= self.spin <= MOST_AWAKE:  # nor where it is NaN
+            raise ValueError(f"spin={self.spin} must be 0 to {MOST_AWAKE:g} seconds")
+
 
 class AttachedLane:
     """A device lane. One thread uses it; one pass runs on it at a time. `close` detaches it."""
@@ -81,6 +85,8 @@ class AttachedLane:
         self.number = 0  # of the last pass
         self._detached = False
         self._running: Pass | None = None
+        awake = awake_seconds() if wanted.spin is None else wanted.spin
+        self._expected = [Expected(awake) for _ in range(wanted.stages)]
 
     @classmethod
     def attach(cls, address: str, wanted: Wanted) -> AttachedLane:
@@ -158,9 +164,9 @@ class AttachedLane:
             box[m.LAYERS + at] = layer
         fence()
         box[m.ANNOUNCED] = number
+        self.memory.ring()
         announced = Announced(number, tuple(layers), stages)
-        spin = awake_seconds() if self.wanted.spin is None else self.wanted.spin
-        self._running = Pass(self.memory, announced, self.wanted.timeout, spin)
+        self._running = Pass(self.memory, announced, self.wanted.timeout, self._expected)
         return self._running
 
     def rest(self, seconds: float) -> bool:
@@ -170,7 +176,7 @@ class AttachedLane:
         run, until = self._running, time.monotonic() + seconds
         if run is None or run.status is not None:
             return True
-        self.memory.box[m.GIVEN_UP] = run.number
+        self.memory.give_up(run.number)
         while run.status is None and time.monotonic() < until:
             time.sleep(REST_LOOK_SECONDS)
         return run.status is not None

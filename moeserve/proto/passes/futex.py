@@ -9,6 +9,7 @@ woken.
 from __future__ import annotations
 
 import ctypes
+import errno
 import platform
 import sys
 import time
@@ -20,11 +21,17 @@ _NUMBERS = {"x86_64": 202, "aarch64": 98}
 
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
-_HALF = 2**32 - 1
+_BITS = 32
+_HALF = 2**_BITS - 1
 _WORD = 8
 
 SUPPORTED = sys.platform == "linux" and platform.machine() in _NUMBERS and sys.byteorder == "little"
 """Whether a word can be waited for here."""
+
+
+_NUMBER = ctypes.c_long(_NUMBERS.get(platform.machine(), 0))
+_SLEEP = ctypes.CDLL(None, use_errno=True).syscall if SUPPORTED else None
+_WAKE_CALL = ctypes.PyDLL(None).syscall if SUPPORTED else None  # too short to give the interpreter up for
 
 
 class _Timespec(ctypes.Structure):
@@ -32,33 +39,46 @@ class _Timespec(ctypes.Structure):
 
 
 class Words:
-    """The words of 64 bits of some shared memory, which stays mapped as long as this is used."""
+    """The words of 64 bits of some shared memory, which stays mapped as long as this is used.
+
+    The system waits for 32 bits: the lower half of a word, or the upper one where that alone is to change.
+    """
 
     def __init__(self, memory: memoryview) -> None:
         """memory: words, of format Q."""
         self._memory = memory
         self._first = np.frombuffer(memory, np.uint64).ctypes.data
-        self._call = ctypes.CDLL(None).syscall if SUPPORTED else None
-        self._number = ctypes.c_long(_NUMBERS[platform.machine()]) if SUPPORTED else None
 
-    def sleep(self, at: int, seen: int, seconds: float) -> bool:
-        """Sleeps until word `at` is not `seen` any more and who wrote it says so, at most so many seconds.
+    def sleep(self, at: int, seen: int, seconds: float, wanted: int | None = None) -> bool:
+        """Sleeps while word `at` is `seen`, until who changes it by `write` does, at most so many seconds.
 
-        Returns whether it was woken, or found another word, before they were over. It may be woken for
-        nothing. Two words with the same lower halves count as one: the sleep is then as long as it may be.
+        wanted: what it is to become, where that is known. Returns whether its sleep ended before they were
+        over, be it for nothing.
         """
-        if self._call is None:
+        if _SLEEP is None:
             time.sleep(seconds)
             return False
+        upper = wanted is not None and not (seen ^ wanted) & _HALF
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
-        given = (ctypes.c_void_p(self._first + _WORD * at), _WAIT, ctypes.c_uint32(seen & _HALF))
-        woken: bool = self._call(self._number, *given, ctypes.byref(limit), None, 0) == 0
-        return woken or self._memory[at] != seen
+        value = ctypes.c_uint32(seen >> _BITS if upper else seen & _HALF)
+        given = ctypes.c_void_p(self._place(at, upper=upper)), _WAIT, value, ctypes.byref(limit), None, 0
+        return _SLEEP(_NUMBER, *given) == 0 or ctypes.get_errno() == errno.EAGAIN
+
+    def write(self, at: int, value: int) -> None:
+        """Has word `at` be `value`, and wakes who sleeps until it changes."""
+        before = self._memory[at]
+        self._memory[at] = value
+        self._wake(self._place(at, upper=not (before ^ value) & _HALF))
 
     def wake(self, at: int) -> None:
-        """Wakes who sleeps until word `at` changes."""
-        if self._call is not None:
-            self._call(
-                self._number, ctypes.c_void_p(self._first + _WORD * at), _WAKE, _EVERYBODY, None, None, 0
-            )
+        """Wakes who sleeps until word `at` changes, though it has not."""
+        self._wake(self._place(at, upper=False))
+
+    def _place(self, at: int, *, upper: bool) -> int:
+        return self._first + _WORD * at + (_WORD // 2 if upper else 0)
+
+    @staticmethod
+    def _wake(place: int) -> None:
+        if _WAKE_CALL is not None:
+            _WAKE_CALL(_NUMBER, ctypes.c_void_p(place), _WAKE, _EVERYBODY, None, None, 0)

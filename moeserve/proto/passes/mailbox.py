@@ -27,9 +27,10 @@ from moeserve.proto.transports.shared_memory import aligned
 WORD = 8
 LINE = 8  # words of a stage's header: one cache line
 
-ANNOUNCED, STEPS, STAGES, FLAGS, WANTED_VERSION, GIVEN_UP = range(6)
+ANNOUNCED, STEPS, STAGES, FLAGS, WANTED_VERSION, GIVEN_UP, BELL = range(7)
 """Words of the mailbox: the pass's number, written last; its layers, and its stages; STANDING and
-ANY_WEIGHTS; the version of the weights that is demanded, 0 for any; the pass that the caller ends.
+ANY_WEIGHTS; the version of the weights that is demanded, 0 for any; the pass that the caller ends; and what
+a caller changes behind all that it writes, so that who waits for that is woken. 0: it wakes nobody.
 """
 
 LAYERS = 8  # the first of the words that name layers

@@ -15,6 +15,8 @@ Room = tuple[Plain, Plain, Plain, Plain]
 MOST_MADE = 256
 """Stages and numbers of rows whose places in memory are kept."""
 
+LAST_BELL = 2**32 - 1
+
 
 class LaneMemory:
     """A mailbox, which the caller writes, and answers, which the rank writes.
@@ -35,6 +37,7 @@ class LaneMemory:
         self.box = self._mailbox.bytes().cast("Q")
         self.out = self._answers.bytes().cast("Q")
         self.words = Words(self.out)  # which their writer may wake
+        self._written = Words(self.box)
 
     @property
     def alive(self) -> bool:
@@ -66,6 +69,15 @@ class LaneMemory:
     def bytes(self) -> tuple[memoryview, memoryview]:
         """All of the mailbox and of the answers, mapped for as long as the lane."""
         return self._mailbox.bytes(), self._answers.bytes()
+
+    def ring(self) -> None:
+        """Wakes the rank, where it waits for what the caller writes."""
+        self._written.write(m.BELL, self.box[m.BELL] % LAST_BELL + 1)
+
+    def give_up(self, number: int) -> None:
+        """Says that the caller ends this pass."""
+        self.box[m.GIVEN_UP] = number
+        self.ring()
 
     def text(self) -> str:
         """What the rank said of the pass that ended last."""

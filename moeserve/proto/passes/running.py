@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -45,13 +46,15 @@ class Announced(NamedTuple):
 class Pass:
     """A pass that was announced. `post` and `take` alternate for each stage; other stages go on meanwhile."""
 
-    def __init__(self, memory: LaneMemory, announced: Announced, timeout: float, awake: float) -> None:
-        """timeout: seconds for an answer, where its taker names none. awake: as `Expected` has it."""
+    def __init__(
+        self, memory: LaneMemory, announced: Announced, timeout: float, expected: Sequence[Expected]
+    ) -> None:
+        """timeout: seconds for an answer, where its taker names none. expected: when it comes, by stage."""
         self.number, self.layers = announced.number, announced.layers
         self._memory, self._timeout, stages = memory, timeout, announced.stages
         self._steps = [0] * stages  # of each stage, that were taken
         self._rows: list[int | None] = [None] * stages  # of the step under way
-        self._expected = [Expected(awake) for _ in range(stages)]
+        self._expected = expected
 
     def layer(self, stage: int) -> int:
         """The layer whose rows a stage brings next, or has brought."""
@@ -98,7 +101,8 @@ class Pass:
         box[head + m.KIND] = m.LOGITS if logits else m.CHOICE
         fence()
         box[head + m.TAG] = tag_of(self.number, self._steps[stage])
-        self._expected[stage].sent()
+        self._memory.ring()
+        self._expected[stage].sent(count)
         self._rows[stage] = count
 
     def take(self, stage: int, timeout: float | None = None, *, out: Array | None = None) -> NDArray[Any]:
@@ -113,8 +117,9 @@ class Pass:
 
     def take_plain(self, stage: int, timeout: float | None = None, *, out: Array | None = None) -> Plain:
         """Does as `take`; the array with its dtype."""
-        rows = self._rows[stage] or 0
-        into = None if out is None else in_place(out, "out", self._memory.layout.hidden_spec(rows))
+        into, rows = None, self._rows[stage]
+        if out is not None and rows is not None:
+            into = in_place(out, "out", self._memory.layout.hidden_spec(rows))
         found = self.arrived(stage, timeout)
         into = into or Plain(found.dtype, np.empty_like(found.storage))
         copy_into(into.storage, found.storage)
@@ -153,7 +158,7 @@ class Pass:
     def leave(self) -> None:
         """Ends the pass and waits for that. Steps under way are given up."""
         if self.status is None:
-            self._memory.box[m.GIVEN_UP] = self.number
+            self._memory.give_up(self.number)
             try:
                 self._wait((m.ENDED, NO_TAG), None, Expected(0.0), ends=True)
             except MoeError:
@@ -187,7 +192,7 @@ class Pass:
                 text = f"pass {self.number}: nothing came within {limit:g} s"
                 raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text)
             if seconds := expected.sleep(now, looks):
-                slept = not self._memory.words.sleep(at, found, seconds)
+                slept = not self._memory.words.sleep(at, found, seconds, None if ends else wanted)
             else:
                 time.sleep(0)
                 slept = False
@@ -202,7 +207,7 @@ class Pass:
         if raised is None:
             self.leave()
         else:
-            self._memory.box[m.GIVEN_UP] = self.number
+            self._memory.give_up(self.number)
 
 
 def _columns(route: Choice | Logits, room: Room) -> tuple[Plain | None, Plain | None, Plain | None]:

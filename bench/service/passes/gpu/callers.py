@@ -134,6 +134,7 @@ def compared(
         small, big = (Side(opened, sizes, rows, alike=alike) for rows in (SMALL, BIG))
         for at, attention in enumerate(ATTENTION):
             spin = spun(attention) if attention else 0
+            time.sleep(2 * COMPANY_SECONDS)  # the other one's steps count as company until then
             first = microseconds(small, spin, 4)
             seconds = (float(np.mean(first)) + attention) * DEPTH / 1e6
             passes = clock.passes(wanted, 10 * seconds, len(ATTENTION) - at)

@@ -89,6 +89,10 @@ Handed = tuple[int, Between | None]
 """The number of the pass that was announced last, and the one that goes on, if any."""
 
 
+Bell = tuple[Words, int, int]
+"""Words of a mailbox, the place of one among them, and what it is."""
+
+
 class AnnouncedLane(ABC):
     """A caller's lane. `look` is called by one thread, `detach` by any."""
 
@@ -102,6 +106,7 @@ class AnnouncedLane(ABC):
         self._terms = terms
         box, answers = memory.held
         self._box = _words(box.memory)
+        self._written = Words(self._box)
         self._out_words = Words(_words(answers.memory))
         self._out, self._text = _words(answers.memory), answers.memory[m.TEXT : m.TEXT + m.MOST_TEXT]
         self._last = 0  # the pass that was announced last
@@ -120,6 +125,15 @@ class AnnouncedLane(ABC):
     def soon(self) -> bool:
         """Whether its caller brings rows as soon as it has the answers that are on their way to it."""
         return False
+
+    @property
+    def rings(self) -> bool:
+        """Whether its caller says when there is something to look at, and nobody else does."""
+        return self._box[m.BELL] != 0
+
+    def bell(self) -> Bell:
+        """What its caller changes then, as it is now."""
+        return self._written, m.BELL, self._box[m.BELL]
 
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need no look; infinite: until one of its steps ends."""
@@ -205,8 +219,9 @@ class AnnouncedLane(ABC):
         self._text[: len(data)] = data
         self._out[m.STATUS], self._out[m.TEXT_BYTES] = int(status), len(data)
         fence()
-        self._out[m.ENDED] = number
-        self._out_words.wake(m.ENDED)
+        self._out_words.write(m.ENDED, number)
+        for stage in range(self.memory.layout.stages):
+            self._out_words.wake(self.memory.layout.answer_header(stage) + m.TAG)
 
     def close(self) -> None:
         """Lets go of its memory; no pass runs any more."""

@@ -126,6 +126,15 @@ class DeviceLane(HandedLane):
         run = self._pass
         return 0 if run is None else run.number
 
+    @property
+    def rings(self) -> bool:
+        """Whether its caller says when there is something to look at; nobody does of a step that is to be
+        tried again, nor of the end of one that was given up.
+        """
+        run = self._pass
+        waits = run is None or (run.ends is None and all(one.refused == math.inf for one in run.stages))
+        return waits and super().rings
+
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need not be looked at: while each stage has a step under way,
         they begin none.
@@ -314,8 +323,7 @@ class DeviceLane(HandedLane):
         stage.steps, stage.since, stage.refused = stage.steps + 1, _now(), math.inf
         self.counts.steps += 1
         fence()
-        self._out[head + m.TAG] = tag
-        self._out_words.wake(head + m.TAG)
+        self._out_words.write(head + m.TAG, tag)
 
     def _end(self, run: _Pass, status: Status, text: str) -> None:
         """Ends a pass, unless it ends already."""

@@ -191,7 +191,12 @@ class DeviceLanes:
         made = None if mail is None else mail.host_lane(memory, terms, calls)
         if mail is None or made is None:
             return calls
-        made.company = lambda: self._company(made) if mail.own_gpu else Company.CALLS
+
+        def company() -> Company:
+            found = self._company(made)
+            return Company.CALLS if found is Company.NONE and not mail.own_gpu else found
+
+        made.company = company
         return made
 
     def detach(self, mailbox: str) -> None:
@@ -323,6 +328,7 @@ class DeviceLanes:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
             self._pauses.looks()
+            bell = lanes[0].bell() if len(lanes) == 1 and not leaving else None
             now = time.monotonic()
             self._note_company(lanes, now)
             for lane in lanes:
@@ -340,7 +346,8 @@ class DeviceLanes:
                 self._sweep()
             if self.mail is not None:
                 self.mail.await_launches(LONGEST_LOOK)
-            self._pauses.wait(min((lane.pause(now) for lane in (*lanes, *leaving)), default=0.0))
+            pause = min((lane.pause(now) for lane in (*lanes, *leaving)), default=0.0)
+            self._pauses.wait(pause, bell if bell is not None and lanes[0].rings else None)
 
     def _looked(self, lane: AnnouncedLane, now: float) -> None:
         """Looks at `lane`. What goes wrong with one lane ends it, and no other."""

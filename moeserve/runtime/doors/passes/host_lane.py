@@ -56,6 +56,11 @@ class HostLane(AnnouncedLane):
         """Whether its caller brings rows as soon as it has the answers that are on their way to it."""
         return self._works.soon
 
+    @property
+    def rings(self) -> bool:
+        """Whether its caller says when there is something to look at; of runs the device does, too."""
+        return self._works.rings
+
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need not be looked at."""
         works = self._works.pause(now)

@@ -49,6 +49,8 @@ class MailHost:
     ) -> None:
         self._host_ahead = host_ahead
         self._processes = GpuProcesses(runs.device_uuid) if host_ahead == "auto" else None
+        if self._processes is not None:
+            self._processes.look()
         self._runs, self._model, self._lane_bytes, self._share_gpu = runs, model, lane_bytes, share_gpu
         self._turns = Turns()
 

@@ -55,6 +55,11 @@ class MailLane(HandedLane):
         return 0 if run is None else run.said.number
 
     @property
+    def rings(self) -> bool:
+        """Never: also runs that end are to be looked at."""
+        return False
+
+    @property
     def soon(self) -> bool:
         """Whether a run is under way: this host is not told when the caller has its last answer."""
         run = self._pass

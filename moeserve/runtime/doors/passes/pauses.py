@@ -9,6 +9,8 @@ import os
 import threading
 import time
 
+from moeserve.runtime.doors.passes.announced import Bell
+
 log = logging.getLogger(__name__)
 
 SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
@@ -16,6 +18,9 @@ SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
 nothing could begin before a step under way has ended, none comes before that: the thread that computes the
 step would have to share the interpreter with it.
 """
+
+MOMENT = 1e-4
+"""Seconds for which a thread sleeps whatever ends meanwhile: to be woken takes a lock more."""
 
 SET_TIMER_SLACK = 29
 """Of prctl: nanoseconds by which the kernel may wake a thread late, 50,000 by default."""
@@ -35,12 +40,17 @@ class Pauses:
         """A look begins: what ends from now on is seen after it."""
         self._step_ended.clear()
 
-    def wait(self, seconds: float) -> None:
-        """Waits about so long; where that is infinite, until a step ends."""
-        if seconds == math.inf:
-            self._step_ended.wait(LONGEST_LOOK)
+    def wait(self, seconds: float, bell: Bell | None) -> None:
+        """Waits about so long, and where that is more than a moment no longer than until a step ends. bell:
+        what changes as soon as there is something to look at, as it was before the look.
+        """
+        if bell is not None and seconds < math.inf:
+            words, at, seen = bell
+            words.sleep(at, seen, LONGEST_LOOK)
+        elif seconds > MOMENT:
+            self._step_ended.wait(min(LONGEST_LOOK, seconds))
         else:
-            time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, seconds)))
+            time.sleep(max(SHORTEST_LOOK, seconds))
 
 
 def sleep_finely() -> None:

@@ -1,0 +1,105 @@
+"""How the thread that looks at callers' words waits: until a step ends, or a caller rings, or for a while."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from begun_steps import Step
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.futex import SUPPORTED, Words
+from moeserve.proto.passes.mailbox import tag_of
+from moeserve.runtime.doors.passes import pauses as module
+from moeserve.runtime.doors.passes.announced import LaneModel
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.pauses import Pauses
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
+
+LONG = 20.0
+
+
+def seconds_of(pauses: Pauses, seconds: float, words: Words | None = None, seen: int = 0) -> float:
+    began = time.monotonic()
+    pauses.wait(seconds, None if words is None else (words, m.BELL, seen))
+    return time.monotonic() - began
+
+
+def test_where_nothing_could_begin_the_end_of_a_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_LOOK", LONG)
+    pauses = Pauses()
+    threading.Timer(0.1, pauses.step_ended).start()
+    assert 0.05 < seconds_of(pauses, math.inf) < LONG / 2
+    assert seconds_of(pauses, math.inf) < LONG / 2, "it was not looked at since"
+    pauses.looks()
+    monkeypatch.setattr(module, "LONGEST_LOOK", 0.05)
+    assert seconds_of(pauses, math.inf) > 0.04
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="futexes are of Linux on x86-64 and aarch64")
+def test_a_caller_that_rings_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_LOOK", LONG)
+    box = memoryview(bytearray(8 * 16)).cast("Q")
+    words, pauses = Words(box), Pauses()
+
+    def ring() -> None:
+        box[m.BELL] = 1
+        words.wake(m.BELL)
+
+    threading.Timer(0.1, ring).start()
+    assert 0.05 < seconds_of(pauses, 0.0, words) < LONG / 2
+    assert seconds_of(pauses, 0.0, words) < LONG / 2, "it rang between the look and the wait"
+    monkeypatch.setattr(module, "LONGEST_LOOK", 0.05)
+    assert seconds_of(pauses, 0.0, words, seen=1) > 0.04
+
+
+def test_others_are_looked_at_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_LOOK", 0.05)
+    assert seconds_of(Pauses(), 0.0) >= module.SHORTEST_LOOK
+    assert 0.04 < seconds_of(Pauses(), LONG) < LONG / 2
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_steps_of_one_lane_do_not_wait_for_looks_at_others(
+    idle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a look takes at most is made so long that a single step that waited for it would be seen."""
+    monkeypatch.setattr(module, "LONGEST_LOOK", LONG)
+
+    def begin(request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> None:
+        step = Step(request, ended)
+        threading.Timer(0.005, step.answer).start()
+
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    model = LaneModel("tiny", 8, 4, 2, (3,))
+    lanes = DeviceLanes(regions, model, DeviceLaneLimits(lanes=2), lambda peer: begin)
+    try:
+        for name in ("busy", "idle")[: 1 + idle]:
+            lanes.attach(
+                moe_pb2.AttachLaneRequest(
+                    name=name, device="cpu", dtype=moe_pb2.DTYPE_FP32, rows=4, stages=1
+                ),
+                "tester",
+            )
+        busy, *others = (attached.lane for attached in lanes._lanes.values())
+        for other in others:
+            other.stirred_at = -1e9
+        box, out, layout = busy._box, busy._out, busy.memory.layout
+        box[m.STEPS], box[m.STAGES], box[m.FLAGS], box[m.LAYERS] = 1, 1, m.STANDING, 3
+        box[m.ANNOUNCED] = 1
+        began = time.monotonic()
+        for step in range(20):
+            head, tag = layout.header(0), tag_of(1, step)
+            for word, value in {m.LAYER: 3, m.STAGE: 0, m.COUNT: 2, m.KIND: m.CHOICE, m.TAG: tag}.items():
+                box[head + word] = value
+            while out[layout.answer_header(0)] != tag:
+                assert time.monotonic() - began < LONG / 2, f"step {step} was not answered"
+                time.sleep(0.001)
+    finally:
+        monkeypatch.setattr(module, "LONGEST_LOOK", 0.002)
+        lanes.close()
+        regions.close()
