@@ -9,8 +9,8 @@ Whoever writes a tag has written before all that it stands for. A tag is the pas
 bits, and below it the step of the stage, counted from 1: no tag comes again while a pass runs. A stage's
 rows are the caller's again when the answer's tag is there.
 
-Mailbox, 64-bit words: ANNOUNCED, and what an announcement has; BELL; from LAYERS on the layers. Then a line of
-words for each stage: TAG, LAYER, STAGE, COUNT, KIND. Then each stage's rows: hidden states, ids int32,
+Mailbox, 64-bit words: ANNOUNCED, and what an announcement has; BELL; from LAYERS on the layers. Then a line
+of words for each stage: TAG, LAYER, STAGE, COUNT, KIND. Then each stage's rows: hidden states, ids int32,
 weights float32, logits float32. Answers: ENDED, STATUS, TEXT_BYTES; the text; a line for each stage: TAG,
 EPOCH, VERSION; each stage's answers.
 """
