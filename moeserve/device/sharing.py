@@ -60,22 +60,29 @@ class GpuProcesses:
         now = time.monotonic()
         if not self._looks and now - self._looked >= LOOK_SECONDS:
             self._looks = True
-            threading.Thread(target=self.look, name="gpu-processes", daemon=True).start()
+            try:
+                threading.Thread(target=self.look, name="gpu-processes", daemon=True).start()
+            except RuntimeError as full:  # the process may have no further thread
+                self._note(str(full))
         return self._found == 1
 
     def look(self) -> None:
         """Counts, and logs what has changed."""
         try:
-            found: int | str = self.count()
+            self._note(self.count())
         except Unknown as why:
-            found = str(why)
+            self._note(str(why))
+        except Exception as wrong:
+            log.exception("the processes of GPU-%s cannot be counted", self._uuid)
+            self._note(f"{type(wrong).__name__}: {wrong}")
+
+    def _note(self, found: int | str) -> None:
+        """found: how many there are, or why nobody knows."""
         if found != self._found:
-            known = (
-                f"{found} processes compute"
-                if isinstance(found, int)
-                else f"nobody knows who computes ({found})"
-            )
-            log.info("GPU-%s: %s there, this one counted", self._uuid, known)
+            if isinstance(found, int):
+                log.info("GPU-%s: %d processes compute there, this one counted", self._uuid, found)
+            else:
+                log.info("GPU-%s: nobody knows what processes compute there: %s", self._uuid, found)
         self._found, self._looked = found, time.monotonic()
         self._looks = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -152,6 +153,30 @@ def test_a_step_without_room_is_tried_again_and_not_for_ever(caller: Caller) -> 
     caller.steps[-1].fail(8, "overloaded", pushback=20_000)
     caller.look(later=9.1)
     assert caller.ended == (Status.LOST, "overloaded: no room for stage 0 within 9 s")
+
+
+def test_a_caller_that_rings_is_relied_on_where_it_alone_has_something_to_say(caller: Caller) -> None:
+    lane = caller.lane
+    assert not lane.rings, "a client of before never does"
+    caller.box[m.BELL] = 1
+    assert lane.rings and lane.bell()[1:] == (m.BELL, 1)
+    caller.announce([3], stages=2)
+    assert lane.rings and lane.pause(time.monotonic()) < PATIENCE
+    caller.post(0, 0, 3)
+    caller.look()
+    caller.post(1, 0, 3)
+    caller.look()
+    assert lane.pause(time.monotonic()) == math.inf, "until one of the two steps ends"
+    caller.steps[0].fail(8, "overloaded", pushback=20)
+    assert not lane.rings, "the step is to be tried again"
+    caller.look(later=0.05)
+    caller.steps[-1].answer()
+    assert lane.rings
+    caller.box[m.GIVEN_UP] = caller.number
+    caller.look()
+    assert caller.ended is None and not lane.rings, "the other step is given up, and has yet to end"
+    caller.steps[1].answer()
+    assert caller.ended == (Status.OK, "") and lane.rings
 
 
 def test_late_rows_end_a_pass_but_not_while_its_answers_are_awaited(caller: Caller) -> None:
