@@ -38,6 +38,7 @@ class Settings:
     rows_wire: str = ANY_WIRE  # attached, from a GPU: `auto`, `as_they_are`, or rows' wire by name
     layers: tuple[int, ...] = ()  # attached, from a GPU: of a forward pass, in order; (): as served
     one_version: bool = False  # attached: all layers of one forward pass have the same weights
+    spin: float | None = None  # attached, from host memory: seconds awake for an answer; None: as cores are
 
     def __post_init__(self) -> None:
         if self.mode not in NEEDED:
@@ -80,7 +81,7 @@ def _attached(settings: Settings) -> Way:
     from moeserve.proto.passes.attached import AttachedLane
     from moeserve.torch.attached import Attached
 
-    wanted = _wanted(settings)
+    wanted = wanted_of(settings)
     return Attached(
         lambda: AttachedLane.attach(settings.address, wanted),
         settings.timeout,
@@ -88,7 +89,8 @@ def _attached(settings: Settings) -> Way:
     )
 
 
-def _wanted(settings: Settings) -> Wanted:
+def wanted_of(settings: Settings) -> Wanted:
+    """The lane that an attached caller asks for. Raises ValueError for what it cannot be."""
     return Wanted(
         settings.name,
         settings.rows,
@@ -97,6 +99,7 @@ def _wanted(settings: Settings) -> Wanted:
         model=settings.model,
         rank=settings.rank,
         timeout=settings.timeout,
+        spin=settings.spin,
         credentials=settings.credentials,
     )
 
@@ -118,7 +121,7 @@ def _attached_device(settings: Settings) -> Way:
         layer = client.model().layers[0]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.dtype]
     sizes = (settings.rows, settings.stages, layer.hidden, layer.experts, layer.top_k)
-    wanted = _wanted(settings)
+    wanted = wanted_of(settings)
     return AttachedDevice(
         lambda said: AttachedLane.attach(
             settings.address,

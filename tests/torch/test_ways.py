@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.proto.client import MoeClient, Reply
+from moeserve.torch.connecting import Settings, wanted_of
 from moeserve.torch.remote import Remote
 from moeserve.torch.ways import Rounds, Rows, Submitted
 
@@ -62,3 +64,12 @@ def test_an_answer_goes_to_the_device_in_the_caller_s_thread_and_stream(
     assert way._submitted._answers[number].result(10).device.type == "cpu"
     assert way.wait(number).device.type == "meta"
     way.close()
+
+
+def test_how_long_a_caller_is_awake_reaches_its_lane() -> None:
+    settings = Settings("attached", "127.0.0.1:1", spin=0.25)
+    assert wanted_of(settings).spin == 0.25
+    assert wanted_of(replace(settings, spin=None)).spin is None
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"spin=.* must be 0 to 1 seconds"):
+            wanted_of(replace(settings, spin=wrong))
