@@ -120,7 +120,9 @@ def test_the_driver_counts_this_process_and_another_one() -> None:
     try:
         before = processes.count()
     except Unknown as why:
-        pytest.skip(f"the driver does not say here: {why}")
+        if "counts none" not in str(why):
+            raise
+        pytest.skip("NVML counts no process here, not even this one, as in a container of its own")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", OTHER], **pipes) as other:  # type: ignore[call-overload]
         assert other.stdout.readline() == "there\n"

@@ -57,6 +57,15 @@ def test_a_caller_that_rings_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert seconds_of(pauses, 0.0, words, seen=1) > 0.04
 
 
+def test_a_caller_that_rings_all_the_time_has_no_thread_look_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SHORTEST_LOOK", 0.05)
+    box = memoryview(bytearray(8 * 16)).cast("Q")
+    box[m.BELL] = 7
+    assert seconds_of(Pauses(), 0.0, Words(box), seen=6) >= 0.05
+
+
 def test_others_are_looked_at_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_LOOK", 0.05)
     assert seconds_of(Pauses(), 0.0) >= module.SHORTEST_LOOK

@@ -100,9 +100,8 @@ class AnnouncedLane(ABC):
         self.memory, self.counts = memory, terms.counts
         self.detached: str = ""  # why
         self.active_at = -math.inf  # when its caller last wanted a step
-        self.stirred_at = (
-            time.monotonic()
-        )  # when there last was anything, or an answer that its caller goes on from
+        # when there last was anything, or an answer that its caller goes on from
+        self.stirred_at = time.monotonic()
         self._terms = terms
         box, answers = memory.held
         self._box = _words(box.memory)

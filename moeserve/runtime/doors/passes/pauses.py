@@ -46,7 +46,10 @@ class Pauses:
         """
         if bell is not None and seconds < math.inf:
             words, at, seen = bell
+            began = time.monotonic()
             words.sleep(at, seen, LONGEST_LOOK)
+            if time.monotonic() - began < SHORTEST_LOOK:  # it rings all the time, or did since the look
+                time.sleep(SHORTEST_LOOK)
         elif seconds > MOMENT:
             self._step_ended.wait(min(LONGEST_LOOK, seconds))
         else:
