@@ -1,7 +1,8 @@
 """The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
 
     python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts truth,alone,callers,layers]
-        [--ranks 1] [--rows 1 16] [--ways placed plain] [--spin 0.001] [--client-spin 0 0.001] [--out FILE]
+        [--ranks 1] [--rows 1 16] [--callers 16x16] [--ways placed plain] [--spin 0.001]
+        [--client-spin 0 0.001] [--out FILE]
 
 Two ranks with 128 FP8 experts of 7168 x 2048, top-8, or one with 64. In one run:
 
@@ -39,7 +40,7 @@ import torch
 
 from bench.lib.record import Result, write
 from bench.service.hop import Child
-from bench.service.hops.callers import KINDS, Callers, Load
+from bench.service.hops.callers import KINDS, WARM_UP_CALLS, Callers, Load
 from bench.service.hops.echo_server import METHOD, OPTIONS
 from bench.service.hops.in_process import InProcess
 from bench.service.hops.phases import Phases
@@ -239,19 +240,23 @@ def alone(
 def many(
     callers: Callers,
     base: dict[str, dict[int, float]],
-    client: MoeClient,
+    seen: tuple[MoeClient, Phases],
     args: argparse.Namespace,
     told: Told,
 ) -> None:
     """16 and 64 callers on all lanes, beside steps in process with as many rows."""
-    cases = [(kind, count, rows) for kind in ("placed", "plain") for count, rows in args.callers]
+    client, phases = seen
+    kinds = [kind for kind in args.ways if kind != "inline"]
+    cases = [(kind, count, rows) for kind in kinds for count, rows in args.callers]
     for kind, count, rows in cases:
-        before = client.status()
+        before, _ = client.status(), phases.means()
         found = callers.run(Load(kind, rows, lanes=args.ranks, seconds=args.share / len(cases)), count)
         after = client.status()
+        parts = {name: round(mean * 1e6, 1) for name, mean in phases.means().items()}
+        print(json.dumps({"microseconds of a step": parts}), flush=True)
         told.wrong += found.wrong + len(found.failed)
         steps = max(1, after.steps - before.steps)
-        rows_a_step = (after.jobs - before.jobs) * rows / steps
+        rows_a_step = (len(found.seconds) + count * WARM_UP_CALLS) * rows / steps
         reached = len(found.seconds) * rows / found.lasted
         ideal = rate_at(base["rate"], rows_a_step)
         told.add(
@@ -315,7 +320,7 @@ def over_the_service(
                 if part == "alone":
                     alone(callers, base, phases, args, told)
                 elif part == "callers":
-                    many(callers, base, client, args, told)
+                    many(callers, base, (client, phases), args, told)
                 else:
                     loops(callers, sizes, args, told)
 
@@ -354,12 +359,19 @@ def arguments() -> argparse.Namespace:
         help="of a lone caller; all by default",
     )
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, help="of a lone caller")
+    parser.add_argument(
+        "--callers",
+        nargs="+",
+        metavar="16x256",
+        help="so many callers of so many rows each; four cases by default",
+    )
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="of the service")
     parser.add_argument("--out", type=Path, help="where results go; by default into the record")
     args = parser.parse_args()
     args.gpus, args.sizes = on_gpus(args.ranks), sizes_of(args.ranks)
     args.rows = tuple(args.rows or (ROWS if args.gpus else (1, 16, 128)))
-    args.callers = ((16, 16), (16, 256), (64, 16), (64, 256)) if args.gpus else ((4, 4), (8, 16))
+    many = args.callers or (["16x16", "16x256", "64x16", "64x256"] if args.gpus else ["4x4", "8x16"])
+    args.callers = [tuple(int(number) for number in case.split("x")) for case in many]
     args.loop_rows = (1, 16, 128) if args.gpus else (4,)
     args.parts = [part for part in PARTS if part in args.parts.split(",")]
     return args

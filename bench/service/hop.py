@@ -9,6 +9,7 @@ rank 0's lane with all the rows; rank 1 brings none. In turns:
     echo      a bare Python gRPC server that returns the bytes it is sent, unparsed: as many as the tensors'
     inline    `MoeClient.forward`, tensors in the message
     shared    the same with hidden states already in the lane's shared memory, and the answer written there
+    pass      a step of a standing pass of a device lane in host memory, rows and answer where they lie
     step      the very same `Rank.step` in as many other processes, back to back: no coordinator, lane or gRPC
     spaced    the same a millisecond after the last one, about as far apart as the service's steps are: a
               small step is slower then
@@ -42,8 +43,10 @@ from bench.lib.quiet import rounds
 from bench.lib.record import Result, write
 from bench.service.hop_step import BareStep
 from bench.service.hops.echo_server import METHOD, OPTIONS
-from moeserve.proto.client import MoeClient
+from moeserve.proto.client import Choice, MoeClient
 from moeserve.proto.heap import keep_freed_memory
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.tensors import as_torch
 
 BLOCK = 10  # calls of one kind in a row
 WARM_UP_BLOCKS = 4
@@ -103,6 +106,7 @@ class Case:
 AIMS: dict[str, tuple[str, Callable[[Case], float]]] = {
     "inline": ("at most 3 x echo", lambda case: 3 * case.p("echo", 50)),
     "shared": ("at most 1 ms", lambda case: 1.0),
+    "pass": ("at most 1 ms", lambda case: 1.0),
 }
 """What the median hop of a kind is to be: in words, and in milliseconds."""
 
@@ -157,7 +161,7 @@ def measure(setting: Setting, args: argparse.Namespace, folder: Path) -> Case:
         bare = BareStep(checkpoint, setting.rows, setting.ranks)
         stack.callback(bare.close)
         client = stack.enter_context(MoeClient(service.said[1], lane=0, transport="inline"))
-        kinds = kinds_of(client, f"127.0.0.1:{port}", setting)
+        kinds = kinds_of(client, f"127.0.0.1:{port}", setting, stack)
         for call in kinds.values():
             timed(call, WARM_UP_BLOCKS * BLOCK)
         bare.run(WARM_UP_BLOCKS * BLOCK, 0.0)
@@ -178,7 +182,9 @@ def one_turn(kinds: dict[str, Callable[[], object]], bare: BareStep) -> dict[str
     return found
 
 
-def kinds_of(client: MoeClient, echo: str, setting: Setting) -> dict[str, Callable[[], object]]:
+def kinds_of(
+    client: MoeClient, echo: str, setting: Setting, stack: ExitStack
+) -> dict[str, Callable[[], object]]:
     """What is timed in this process, by name."""
     random, (rows, hidden), top_k = torch.Generator().manual_seed(0), setting.shape, setting.top_k
     x = torch.randn(rows, hidden, generator=random).bfloat16()
@@ -192,10 +198,22 @@ def kinds_of(client: MoeClient, echo: str, setting: Setting) -> dict[str, Callab
     client.forward(0, placed, experts, weights, output=answer)
     if not torch.equal(answer.tensor, client.forward(0, x, experts, weights)):
         raise RuntimeError("the answer in shared memory is another than the inline one")
+    lane = stack.enter_context(AttachedLane.attach(client.address, Wanted("hop", rows=rows)))
+    run = stack.enter_context(lane.begin([0], standing=True))  # of one step, so that it may rest behind each
+    run.post(0, x, Choice(experts, weights))
+    told = run.arrived(0)
+    if not torch.equal(as_torch(told.storage, told.spec), answer.tensor):
+        raise RuntimeError("the answer of a pass is another than the call's")
+
+    def step_of_pass() -> None:
+        run.send(0, rows)
+        run.arrived(0)
+
     return {
         "echo": lambda: bounce(body),
         "inline": lambda: client.forward(0, x, experts, weights),
         "shared": lambda: client.forward(0, placed, experts, weights, output=answer),
+        "pass": step_of_pass,
         "copy": lambda: (inside.copy_(x), outside.copy_(answer.tensor)),
     }
 

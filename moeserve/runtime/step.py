@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple, Protocol, Self
@@ -169,26 +169,51 @@ class Upload:
             release()
 
 
+class Segment(NamedTuple):
+    """One caller's rows `[T, H]` of a job of several, from its row `at` on, and their answer's place."""
+
+    at: int
+    hidden: Tensor
+    home: Tensor
+
+
+class Several(Protocol):
+    """Callers whose rows are one job."""
+
+    @property
+    def segments(self) -> Iterable[Segment]:
+        """Of those who are still there, in their order."""
+
+    def take(self, *, by_step: bool) -> None:
+        """Notes that a step has the rows, or no more."""
+
+
 @dataclass(eq=False)
 class Job:
-    """One call's rows on one lane, from the door until its answer. Forward is pure, so a job can be run
-    again.
+    """One call's rows on one lane, from the door until its answer; or those of several callers. Forward is
+    pure, so a job can be run again.
     """
 
     number: int
     layer: int
-    hidden: Tensor  # [T, H]
+    hidden: Tensor  # [T, H]; of several callers, whose rows lie apart, a meta tensor
     experts: Tensor  # [T, K] int32
     weights: Tensor  # [T, K] float32
     deadline: float  # time.monotonic() seconds; inf for none
     ended: Callable[[Job], None]  # called by the thread that ends it; after `disown` nobody hears of it
     weights_version: int = 0  # the one it must be computed with; 0: whichever is served
     lent: Lent | None = None  # what a device may touch of the caller's memory
+    several: Several | None = None  # whose rows it has, where callers can leave by themselves
     upload: Upload | None = None  # its hidden states, where they were sent to the device ahead of its step
     created: float = field(default_factory=time.monotonic)
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET
     error: Exception | None = None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Where the rows lie, of callers whose rows lie apart; else none."""
+        return tuple(self.several.segments) if self.several is not None and self.hidden.is_meta else ()
 
     @property
     def over(self) -> bool:
@@ -321,7 +346,20 @@ def empty_input(hidden: int, top_k: int, dtype: torch.dtype) -> LaneInput:
     )
 
 
+def joined_rows(job: Job) -> Tensor:
+    """The hidden states `[T, H]` of a job, on the host; zeros of callers who have left."""
+    if not job.hidden.is_meta:
+        return job.hidden
+    segments = job.segments
+    if sum(rows.shape[0] for _, rows, _ in segments) == job.hidden.shape[0]:
+        return torch.cat([rows for _, rows, _ in segments])
+    found = torch.zeros(job.hidden.shape, dtype=job.hidden.dtype)
+    for at, rows, _ in segments:
+        found[at : at + rows.shape[0]] = rows
+    return found
+
+
 def _part(job: Job | None, rows: int, empty: LaneInput) -> LaneInput:
     if job is not None:
-        return LaneInput(job.hidden, job.experts, job.weights, torch.ones(rows, dtype=torch.bool))
+        return LaneInput(joined_rows(job), job.experts, job.weights, torch.ones(rows, dtype=torch.bool))
     return LaneInput(*(column.new_zeros((rows, *column.shape[1:])) for column in empty.columns()))

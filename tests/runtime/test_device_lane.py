@@ -21,8 +21,9 @@ from moeserve.proto.tensors import TensorError
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.passes.announced import LaneModel, LaneTerms
+from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
-from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
 from moeserve.runtime.doors.passes.service import begin_at
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions

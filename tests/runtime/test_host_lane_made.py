@@ -13,8 +13,9 @@ from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneModel
+from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
-from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
 from moeserve.runtime.doors.passes.host_lane import HostLane
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.turns import Company

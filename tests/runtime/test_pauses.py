@@ -16,7 +16,8 @@ from moeserve.proto.passes.futex import SUPPORTED, Words
 from moeserve.proto.passes.mailbox import tag_of
 from moeserve.runtime.doors.passes import pauses as module
 from moeserve.runtime.doors.passes.announced import LaneModel
-from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
+from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
 from moeserve.runtime.doors.passes.pauses import Pauses
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 

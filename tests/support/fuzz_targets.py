@@ -50,6 +50,7 @@ from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.doors.passes.announced import LaneMemory, LaneTerms
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
+from moeserve.runtime.doors.passes.host_steps import HostSteps
 from moeserve.runtime.doors.passes.service import begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
@@ -225,6 +226,13 @@ def mailboxes(folder: Path) -> Opened:
     model = (checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
     layout = MailboxLayout.of((2, 2), model, "fp32")
     layer, head = house.served.layers[0], layout.header(0)
+    together = HostSteps(
+        house.lane,
+        (torch.float32, checkpoint.num_experts, ANSWER_SECONDS),
+        lambda: house.door.admission,
+        lambda: "",
+        lambda *seen: None,
+    )
     announced = [[m.STEPS, 1], [m.STAGES, 2], [m.FLAGS, 1], [m.LAYERS, layer], [m.ANNOUNCED, 1]]
     posted = [[head + m.LAYER, layer], [head + m.COUNT, 1], [head + m.TAG, m.tag_of(1, 0)]]
     seeds = [
@@ -246,12 +254,14 @@ def mailboxes(folder: Path) -> Opened:
             terms,
             begin_at(house.door)("tester"),
         )
+        lane.steps, lane.peer = together, "tester"
         words = held[0].memory.cast("B").cast("Q")
         for step in steps if isinstance(steps, list) else []:
             if isinstance(step, list) and len(step) == 2 and all(type(n) is int for n in step):
                 words[step[0] % len(words)] = step[1] % 2**64
             elif step == "look":
                 lane.look(time.monotonic())
+                together.begin()
         lane.detach("the input has ended")
         within(ANSWER_SECONDS, lambda: not lane.in_pass)
         told = held[1].memory.cast("B").cast("Q")

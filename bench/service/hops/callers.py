@@ -39,6 +39,7 @@ class Load:
     seconds: float = 5.0
     most_calls: int = 1 << 30
     begin: float = 0.0  # time.monotonic() seconds
+    beside: int = 0  # other callers at the same time
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Callers:
     def run(self, load: Load, callers: int) -> Called:
         """Has so many threads call, spread over the processes, and returns what they saw together."""
         used = self._pipes[: min(callers, len(self._pipes))]
-        timed = replace(load, begin=0.0)
+        timed = replace(load, begin=0.0, beside=callers - 1)
         for at, pipe in enumerate(used):
             pipe.send((timed, list(range(at, callers, len(used)))))
         for pipe in used:  # all are warm
@@ -192,7 +193,8 @@ class _Caller:
                 return there
 
         elif load.kind in ("pass placed", "pass"):
-            call = self._by_pass(client.address, sizes, (hidden, experts, weights), lane, stack)
+            batch = hidden, experts, weights
+            call = self._by_pass(client.address, f"{load.rows}-{number}", batch, lane, stack)
         else:
 
             def call(layer: int) -> Tensor:
@@ -205,14 +207,16 @@ class _Caller:
     def _by_pass(
         self,
         address: str,
-        sizes: Sizes,
+        named: str,
         batch: tuple[Tensor, Tensor, Tensor],
         lane: int,
         stack: ExitStack,
     ) -> Callable[[int], Tensor]:
         """Calls that are steps of a standing pass; `pass placed`: rows and answers stay where they lie."""
-        load, name = self._load, f"hop-{self._load.rows}-{threading.get_ident()}"
-        time.sleep(1.2 * COMPANY_SECONDS)  # until calls before count as company no more
+        load = self._load
+        name = f"{load.kind.replace(' ', '-')}-{named}"
+        if not load.beside:
+            time.sleep(1.2 * COMPANY_SECONDS)  # until calls before count as company no more
         wanted = Wanted(name, rows=load.rows, rank=lane)
         attached = stack.enter_context(AttachedLane.attach(address, wanted))
         order = [at % load.layers for at in range(PASS_STEPS - PASS_STEPS % load.layers)]

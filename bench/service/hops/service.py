@@ -14,6 +14,7 @@ from bench.service.hops.sizes import Sizes
 from moeserve.runtime.config import Config
 
 DEFAULTS = Config()
+MOST_CALLERS = 64
 LARGE, ALONE, TINY = (
     Sizes(7168, 2048, 128, 8, 4),
     Sizes(7168, 2048, 64, 8, 4),
@@ -56,6 +57,8 @@ def config_of(
             "cluster.spin_seconds": spin,
             "passes.host_ahead": "always",
             "passes.lane_bytes": 1 << 30,
+            "passes.lanes": MOST_CALLERS,
+            "passes.patience_seconds": 10.0,  # for callers who wait until the others are warm
             "server.port": 0,
             "server.metrics_port": 0,
         }

@@ -74,6 +74,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
+    @property
+    def stopping(self) -> str:
+        """Why no further call is taken from streams, over leases, and from device lanes; empty: they are."""
+        return self._stopping
+
     def has_calls(self, own: int) -> bool:
         """Whether calls wait for steps beside so many: steps of device lanes are calls, too, as long as those
         count them.

@@ -125,9 +125,7 @@ class RequestReader:
         if opened.experts is None or opened.weights is None:
             raise TensorError("route", "neither choice nor logits is set")
         self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")
-        if wrong := _out_of_range(opened.experts.numpy(), checkpoint.num_experts):
-            text = f"experts are 0 to {checkpoint.num_experts - 1}, -1 is none"
-            raise TensorError("choice.ids", f"id {wrong[0]} is out of range: {text}")
+        check_ids(opened.experts.numpy(), checkpoint.num_experts)
         return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights)
 
     @staticmethod
@@ -139,12 +137,14 @@ class RequestReader:
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # by bytes
 
 
-def _out_of_range(ids: NDArray[Any], experts: int) -> list[int]:
-    """One of `ids` that is neither -1 nor below `experts`; empty where all are right."""
+def check_ids(ids: NDArray[Any], experts: int) -> None:
+    """Raises TensorError where one of `ids`, int32 or int64, is neither -1 nor below `experts`."""
     if not ids.size or ids.view(_UNSIGNED[ids.itemsize]).max() < experts:
-        return []  # at one look: what is below 0 is large without a sign
+        return  # at one look: what is below 0 is large without a sign
     low, high = int(ids.min()), int(ids.max())
-    return [low] if low < -1 else [high] if high >= experts else []
+    if low < -1 or high >= experts:
+        wrong, text = low if low < -1 else high, f"experts are 0 to {experts - 1}, -1 is none"
+        raise TensorError("choice.ids", f"id {wrong} is out of range: {text}")
 
 
 def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.passes.announced import LaneModel
-from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
+from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
+from moeserve.runtime.doors.passes.host_steps import HostSteps
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.service import DeviceLaneDoor, begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
@@ -214,7 +216,7 @@ class _RankProcess:
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
         self._runs, why_no_runs = self._runs_of(rank, machine, config.passes.graph_steps)
-        self._device_lanes = self._lanes_of(config, served, door)
+        self._device_lanes = self._lanes_of(config, served, (door, lane))
         self._device_lanes.why_no_mail = why_no_runs
         self._endpoint = Endpoint(
             {"LaneService": door, "DeviceLaneService": DeviceLaneDoor(self._device_lanes)},
@@ -255,7 +257,7 @@ class _RankProcess:
         shadows.tell, self.member.on_peers = self.member.tell_shadows, shadows.meet
         return shadows
 
-    def _lanes_of(self, config: Config, served: Served, door: LaneDoor) -> DeviceLanes:
+    def _lanes_of(self, config: Config, served: Served, way: tuple[LaneDoor, Lane]) -> DeviceLanes:
         passes, checkpoint = config.passes, served.checkpoint
         sizes = (checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
         limits = DeviceLaneLimits(
@@ -267,7 +269,15 @@ class _RankProcess:
             passes.ahead_seconds,
         )
         model = LaneModel(model_name(config), *sizes, tuple(served.layers))
-        lanes = DeviceLanes(self._regions, model, limits, begin_at(door))
+        door, lane = way
+        steps = HostSteps(
+            lane,
+            (served.dtype, checkpoint.num_experts, config.step.timeout_seconds),
+            lambda: door.admission,
+            lambda: door.stopping,
+            self._telemetry.request,
+        )
+        lanes = DeviceLanes(self._regions, model, limits, begin_at(door), steps)
         lanes.on_pass = self._telemetry.observe_pass
         if self._runs is not None:
             lanes.mail = MailHost(

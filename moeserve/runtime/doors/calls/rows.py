@@ -182,8 +182,10 @@ class RowAdmission:
                 f"{asked.ahead - asked.rows} rows are served before: at this lane's pace a call would take "
                 f"{foretold:.2f} s, and should take {asked.seconds:.2f} s"
             )
+        if asked.own == asked.rows or now - self._short > SHORT_SECONDS:
+            return ""
         wanting = self._callers.wanting(caller, now)
-        if len(wanting) == 1 or asked.own == asked.rows or now - self._short > SHORT_SECONDS:
+        if len(wanting) == 1:
             return ""
         limit = min(most, max(min(other.room for other in wanting), room / LEAST_PART))
         share = self._callers.share(caller, wanting, limit)

@@ -134,13 +134,17 @@ class AnnouncedLane(ABC):
         """What its caller changes then, as it is now."""
         return self._written, m.BELL, self._box[m.BELL]
 
+    def stirs(self, now: float) -> bool:
+        """Whether there may be something to look at."""
+        return True
+
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need no look; infinite: until one of its steps ends."""
         return (now - self.stirred_at) / 8
 
     @property
     def under_way(self) -> int:
-        """Steps that were begun as calls, and have not ended."""
+        """Steps that were begun when their rows were there, and have not ended."""
         return 0
 
     @property

@@ -10,28 +10,31 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.tensors import Spec, describe_into
 from moeserve.runtime.doors.passes.announced import (
-    Announcement,
     Between,
     Handed,
     HandedLane,
     LaneMemory,
     LaneTerms,
 )
+from moeserve.runtime.doors.passes.host_pass import Call, HostPass, Stage
+from moeserve.runtime.doors.passes.host_steps import HostStep, HostSteps, Outcome, Places
 from moeserve.runtime.doors.passes.turns import Company
+from moeserve.runtime.step import Stamp
 
 SOON_SECONDS = 0.0005
 """After which a step is tried again that the lane had no room for, where it does not say when."""
 
 INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 3, 5, 8
 """Codes of gRPC's statuses."""
+
+LONGEST_REST = 0.002
+"""Seconds for which a lane is not looked at whose caller has not rung."""
 
 WRONG = (
     (INVALID_ARGUMENT, "bad_tensor"),
@@ -42,82 +45,27 @@ WRONG = (
 """How a step fails that its caller has got wrong. After another failure the caller may try again."""
 
 
-class Call(Protocol):
-    """A step of this lane that is under way."""
-
-    def give_up(self) -> None:
-        """Ends it soon; its `ended` is called all the same."""
-
-
 Begin = Callable[[moe_pb2.ForwardRequest, Callable[[moe_pb2.ForwardStreamReply], None]], Call | None]
 """Begins a step, whose reply the function gets, once, from any thread. None: it has ended already."""
 
 
-@dataclass
-class _Stage:
-    """Where a stage of a pass is."""
-
-    since: float  # when its next rows were first wanted
-    steps: int = 0  # that were answered
-    busy: bool = False
-    call: Call | None = None
-    again: float = -math.inf  # not to be begun before
-    refused: float = math.inf  # when the lane first had no room for the step that is next
-
-
-@dataclass
-class _Pass:
-    number: int
-    layers: tuple[int, ...]
-    standing: bool
-    any_weights: bool
-    version: int  # of the weights that its steps must have; 0: whichever comes first
-    stages: list[_Stage]
-    ends: tuple[Status, str] | None = None  # how, once the steps under way have ended
-
-    @classmethod
-    def of(cls, between: Between) -> _Pass:
-        """One that goes on."""
-        said = between.said
-        stages = [_Stage(*one) for one in zip(between.since, between.steps, strict=True)]
-        return cls(said.number, said.layers, said.standing, said.any_weights, between.version, stages)
-
-    def between(self) -> Between:
-        """How far it is; no step is under way."""
-        modes = self.standing, self.any_weights, self.version
-        return Between(
-            Announcement(self.number, self.layers, len(self.stages), *modes),
-            tuple(stage.steps for stage in self.stages),
-            tuple(stage.since for stage in self.stages),
-            self.version,
-        )
-
-    @property
-    def done(self) -> bool:
-        return not self.standing and all(stage.steps == len(self.layers) for stage in self.stages)
-
-    def layer(self, stage: _Stage) -> int:
-        return self.layers[stage.steps % len(self.layers)]
-
-    def wants(self, stage: _Stage) -> bool:
-        """Whether the stage has a step that the caller may bring rows for."""
-        return not stage.busy and (self.standing or stage.steps < len(self.layers))
-
-    def late(self, stage: _Stage, now: float, patience: float) -> bool:
-        """Whether the caller is; between the rounds of a standing pass it may rest."""
-        resting = self.standing and stage.steps % len(self.layers) == 0
-        return not resting and now - stage.since > patience
-
-
 class DeviceLane(HandedLane):
-    """A lane whose rows lie in host memory; each of its steps is begun as a call."""
+    """A lane whose rows lie in host memory; its steps are begun together with those of others for the layer,
+    where `steps` takes such rows, and else each as a call.
+    """
 
     def __init__(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> None:
         super().__init__(memory, terms)
         self.held = False  # whether no step may begin now
         self.step_ended: Callable[[], None] = lambda: None  # one has; from any thread
+        self.steps: HostSteps | None = None
+        self.peer = ""  # who its caller is
         self._begin = begin
-        self._pass: _Pass | None = None
+        self._places: dict[int, tuple[int, Places]] = {}  # of each stage's last rows, and how many they are
+        self._lent = 0  # steps for which the rank may touch its memory
+        self._bell, self._looked = 0, -math.inf  # BELL at the last look, and when that was
+        self._waits = False  # rows are there of a step that could not begin then
+        self._pass: HostPass | None = None
         self._lock = threading.Lock()
 
     @property
@@ -140,9 +88,32 @@ class DeviceLane(HandedLane):
         they begin none.
         """
         run = self._pass
-        if run is not None and run.ends is None and not any(map(run.wants, run.stages)):
-            return math.inf
-        return super().pause(now)
+        if run is None or run.ends is not None:
+            return super().pause(now)
+        for stage in run.stages:
+            if run.wants(stage) and self._open(run.layer(stage)):
+                return super().pause(now)
+        return math.inf
+
+    def stirs(self, now: float) -> bool:
+        """Whether there may be something to look at; of a caller that rings there is none until it does, but
+        for what takes too long.
+        """
+        bell = self._box[m.BELL]
+        if (
+            bell
+            and bell == self._bell
+            and now < self._looked + LONGEST_REST
+            and not self._waits
+            and self.rings
+        ):
+            return False
+        self._bell, self._looked = bell, now
+        return True
+
+    def _open(self, layer: int) -> bool:
+        """Whether a step of this layer may begin now."""
+        return self.steps is None or self.steps.open(layer)
 
     @property
     def under_way(self) -> int:
@@ -180,6 +151,8 @@ class DeviceLane(HandedLane):
             ends = run.ends or self._over(run, now)
             there = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
             begun = [] if self.held or ends is not None else there
+            begun = [at for at in begun if self._open(run.layer(run.stages[at]))]
+            self._waits = len(begun) < len(there)
             for at in begun:
                 run.stages[at].busy = True
         if ends is not None:
@@ -188,7 +161,7 @@ class DeviceLane(HandedLane):
         self._start_all(run, begun)
         return bool(there)
 
-    def _start_all(self, run: _Pass, begun: list[int]) -> None:
+    def _start_all(self, run: HostPass, begun: list[int]) -> None:
         """Starts the steps of stages that count as busy; those that could not be started do so no more."""
         for done, at in enumerate(begun):
             try:
@@ -199,7 +172,7 @@ class DeviceLane(HandedLane):
                         run.stages[other].busy = False
                 raise
 
-    def _over(self, run: _Pass, now: float) -> tuple[Status, str] | None:
+    def _over(self, run: HostPass, now: float) -> tuple[Status, str] | None:
         """How the caller, or too long a wait, ends a pass; None where it goes on. The lock is held."""
         if self._box[m.GIVEN_UP] == run.number:
             return Status.OK, ""
@@ -222,19 +195,19 @@ class DeviceLane(HandedLane):
 
     def _goes_on(self, between: Between) -> None:
         with self._lock:
-            run = self._pass = _Pass.of(between)
+            run = self._pass = HostPass.of(between)
         if self.detached:
             self._end(run, Status.DETACHED, self.detached)
 
-    def _is_there(self, run: _Pass, at: int, stage: _Stage, now: float) -> bool:
+    def _is_there(self, run: HostPass, at: int, stage: Stage, now: float) -> bool:
         """Whether the rows of a stage's next step are there."""
         return run.wants(stage) and now >= stage.again and self._has_tag(run, at)
 
-    def _has_tag(self, run: _Pass, at: int) -> bool:
+    def _has_tag(self, run: HostPass, at: int) -> bool:
         tag = self._box[self.memory.layout.header(at) + m.TAG]
         return bool(tag == tag_of(run.number, run.stages[at].steps))
 
-    def _start(self, run: _Pass, at: int) -> None:
+    def _start(self, run: HostPass, at: int) -> None:
         fence()
         stage, layout = run.stages[at], self.memory.layout
         head = layout.header(at)
@@ -247,22 +220,52 @@ class DeviceLane(HandedLane):
         elif kind not in (m.CHOICE, m.LOGITS):
             text = f"kind {kind} of a step is neither {m.CHOICE}, a choice, nor {m.LOGITS}, logits"
         else:
-            self._run(run, at, self._request(at, (layer, count, kind), run.version))
+            self._run(run, at, (layer, count, kind))
             return
         with self._lock:
             stage.busy = False
             run.ends = run.ends or (Status.REFUSED, f"bad_step: {text}")
         self._conclude(run)
 
-    def _run(self, run: _Pass, at: int, request: moe_pb2.ForwardRequest) -> None:
+    def _run(self, run: HostPass, at: int, header: tuple[int, int, int]) -> None:
         stage = run.stages[at]
-        call = self._begin(request, lambda reply: self._ended(run, at, reply))
+        call = self._begun_together(run, at, header)
+        if call is None:
+            request = self._request(at, header, run.version)
+            call = self._begin(request, lambda reply: self._ended(run, at, _outcome(reply)))
         with self._lock:
             if stage.busy:
                 stage.call = call
             over = stage.busy and run.ends is not None
         if over and call is not None:
             call.give_up()
+
+    def _begun_together(self, run: HostPass, at: int, header: tuple[int, int, int]) -> Call | None:
+        """A step that begins with others'; None for one that is to be a call."""
+        layer, count, kind = header
+        if self.steps is None or kind != m.CHOICE or not count:
+            return None
+        known = self._places.get(at)
+        if known is None or known[0] != count:
+            known = count, Places.of(self.memory.layout, self.memory.held, at, count)
+            self._places[at] = known
+        if not self.steps.takes(known[1]):
+            return None
+        with self._lock:
+            self._lent += 1
+        step = HostStep(
+            (layer, run.version),
+            known[1],
+            self.peer,
+            lambda outcome: self._told(run, at, outcome),
+            self._given_back,
+        )
+        self.steps.add(step)
+        return step
+
+    def _given_back(self) -> None:
+        with self._lock:
+            self._lent -= 1
 
     def _request(self, at: int, header: tuple[int, int, int], version: int) -> moe_pb2.ForwardRequest:
         layer, count, kind = header
@@ -288,50 +291,52 @@ class DeviceLane(HandedLane):
         region = message.region
         region.name, region.offset, region.size = self.memory.mailbox, offset, spec.nbytes
 
-    def _ended(self, run: _Pass, at: int, reply: moe_pb2.ForwardStreamReply) -> None:
+    def _ended(self, run: HostPass, at: int, outcome: Outcome) -> None:
+        """Takes the end of a step that was a call, from any thread."""
+        self._told(run, at, outcome)
+        self.step_ended()
+
+    def _told(self, run: HostPass, at: int, outcome: Outcome) -> None:
         """Takes the end of a step, from any thread."""
-        stage, failed = run.stages[at], None
-        if reply.WhichOneof("outcome") == "error":
-            failed = reply.error
+        stage = run.stages[at]
         with self._lock:
             stage.busy, stage.call = False, None
             self.stirred_at = _now()
             if run.ends is None:
-                self._count(run, at, reply.reply, failed)
+                self._count(run, at, outcome)
         self._conclude(run)
-        self.step_ended()
 
-    def _count(self, run: _Pass, at: int, reply: moe_pb2.ForwardReply, failed: moe_pb2.Error | None) -> None:
+    def _count(self, run: HostPass, at: int, outcome: Outcome) -> None:
         """Notes how a step of a pass that runs has ended; the lock is held."""
         stage = run.stages[at]
-        if failed is None:
-            self._answered(run, at, reply)
-        elif failed.code == RESOURCE_EXHAUSTED:
-            stage.again, stage.refused = _again(failed), min(stage.refused, _now())
+        if isinstance(outcome, Stamp):
+            self._answered(run, at, outcome)
+        elif outcome.code == RESOURCE_EXHAUSTED:
+            stage.again, stage.refused = _again(outcome), min(stage.refused, _now())
         else:
-            run.ends = _status(failed), f"{failed.reason}: {failed.message}"
+            run.ends = _status(outcome), f"{outcome.reason}: {outcome.message}"
         if run.done:
             run.ends = Status.OK, ""
 
-    def _answered(self, run: _Pass, at: int, reply: moe_pb2.ForwardReply) -> None:
+    def _answered(self, run: HostPass, at: int, stamp: Stamp) -> None:
         """Tells the caller that its answer is there; the lock is held."""
         stage, head = run.stages[at], self.memory.layout.answer_header(at)
-        self._out[head + m.EPOCH], self._out[head + m.VERSION] = reply.epoch, reply.weights_version
+        self._out[head + m.EPOCH], self._out[head + m.VERSION] = stamp
         if not run.any_weights:
-            run.version = run.version or reply.weights_version
+            run.version = run.version or stamp.weights_version
         tag = tag_of(run.number, stage.steps)
         stage.steps, stage.since, stage.refused = stage.steps + 1, _now(), math.inf
         self.counts.steps += 1
         fence()
         self._out_words.write(head + m.TAG, tag)
 
-    def _end(self, run: _Pass, status: Status, text: str) -> None:
+    def _end(self, run: HostPass, status: Status, text: str) -> None:
         """Ends a pass, unless it ends already."""
         with self._lock:
             run.ends = run.ends or (status, text)
         self._conclude(run)
 
-    def _conclude(self, run: _Pass) -> None:
+    def _conclude(self, run: HostPass) -> None:
         """Gives up the steps of a pass that ends, and says how it ended when none of them can write an answer
         any more; `look` asks again until then.
         """
@@ -340,11 +345,22 @@ class DeviceLane(HandedLane):
                 return
             busy = [stage for stage in run.stages if stage.busy]
             calls = [stage.call for stage in busy if stage.call is not None]
-            if not busy and (run.done or self.memory.quiet()):  # a step given up may be on a device still
+            if not busy and (run.done or self._quiet()):  # a step given up may be on a device still
                 self._pass = None
                 self._tell(run.number, *run.ends)
         for call in calls:
             call.give_up()
+
+    def _quiet(self) -> bool:
+        """Whether no step can write an answer any more."""
+        return not self._lent and self.memory.quiet()
+
+
+def _outcome(reply: moe_pb2.ForwardStreamReply) -> Outcome:
+    """How a step ended that was a call."""
+    if reply.WhichOneof("outcome") == "error":
+        return reply.error
+    return Stamp(reply.reply.epoch, reply.reply.weights_version)
 
 
 def _now() -> float:

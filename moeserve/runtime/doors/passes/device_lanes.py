@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.passes.attached import ANY_WIRE
-from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
-from moeserve.proto.tensors import FLOATS, TensorError
-from moeserve.proto.texts import quoted
-from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
+from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.passes.announced import (
     AnnouncedLane,
     LaneMemory,
@@ -24,7 +20,9 @@ from moeserve.runtime.doors.passes.announced import (
     LaneTerms,
     lane_info,
 )
+from moeserve.runtime.doors.passes.asked import DeviceLaneLimits, checked
 from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
+from moeserve.runtime.doors.passes.host_steps import HostSteps
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.mail_lane import MailLane
 from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK, Pauses, sleep_finely
@@ -42,24 +40,16 @@ COMPANY_SECONDS = 0.5
 its caller's attention.
 """
 
+NOTE_SECONDS = 0.001
+"""After which it is noted again who wants steps, where several lanes are attached and none of them stirs."""
+
+LOOK_SHARE = 2.0
+"""Between two looks at several lanes, of the time that the last one took."""
+
 CLOSE_SECONDS = 5.0
 """Within which the thread has to end."""
 
 CLOSED = "no device lane is attached any more: the rank is stopping, or has logged why"
-
-NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-
-
-@dataclass(frozen=True)
-class DeviceLaneLimits:
-    """What attached callers may take of a rank."""
-
-    lanes: int = 8  # attached at once; 0: none
-    bytes: int = 256 << 20  # of shared memory, of one lane
-    rows: int = 4096  # of one step
-    patience: float = 2.0  # seconds for the rows of a step that is next
-    answer: float = 30.0  # seconds for an answer
-    ahead: float = 0.02  # seconds that a forward pass launched before its rows may wait for them; 0: none is
 
 
 @dataclass(frozen=True)
@@ -84,13 +74,18 @@ class DeviceLanes:
         model: LaneModel,
         limits: DeviceLaneLimits,
         begin_for: Callable[[str], Begin],
+        steps: HostSteps | None = None,
     ) -> None:
-        """begin_for: how steps of the caller at a peer are begun."""
+        """begin_for: how steps of the caller at a peer are begun as calls. steps: begins together those of
+        rows in host memory that it takes; None: all are calls.
+        """
+        self.steps = steps
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
         self.mail: MailHost | None = None  # makes lanes whose steps are launched ahead; None: none are
         self.why_no_mail = "this rank computes on the CPU"
         self.others: Callable[[int], bool] = lambda own: False  # whether more calls than that wait for steps
+        self._noted = -math.inf  # when it was last noted who wants steps
         self._others_at = -math.inf  # when calls were last seen to wait
         self._calls = False  # whether they have waited lately
         self._active: list[AnnouncedLane] = []  # lanes whose callers have wanted steps lately
@@ -103,6 +98,8 @@ class DeviceLanes:
         self._changed = threading.Condition(self._lock)
         self._closing = False
         self._pauses = Pauses()
+        if steps is not None:
+            steps.ended = self._pauses.step_ended
         self._thread = threading.Thread(target=self._run, name="device-lanes", daemon=True)
         self._thread.start()
 
@@ -111,7 +108,7 @@ class DeviceLanes:
 
         Raises NameTaken, LanesTaken, DeviceRefused, TensorError naming a wrong field, and RegionLimit.
         """
-        layout = self._checked(request)
+        layout = checked(request, self._model, self._limits, self.mail, self.why_no_mail)
         with self._lock:
             self._room_for(request.name)
             self._coming.add(request.name)
@@ -157,7 +154,7 @@ class DeviceLanes:
         handle, wire = b"", ""
         try:
             if self.mail is None or request.device == "cpu":
-                lane = self._host_lane(memory, terms, self._begin_for(peer))
+                lane = self._host_lane(memory, terms, peer)
             else:
                 made, handle = self.mail.lane(request, memory, terms)
                 made.company, lane, wire = (lambda: self._company(made)), made, made.wire
@@ -183,10 +180,10 @@ class DeviceLanes:
         )
         return lane, reply
 
-    def _host_lane(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> AnnouncedLane:
+    def _host_lane(self, memory: LaneMemory, terms: LaneTerms, peer: str) -> AnnouncedLane:
         """A lane of rows in host memory."""
-        calls = DeviceLane(memory, terms, begin)
-        calls.step_ended = self._pauses.step_ended
+        calls = DeviceLane(memory, terms, self._begin_for(peer))
+        calls.steps, calls.peer, calls.step_ended = self.steps, peer, self._pauses.step_ended
         mail = self.mail
         made = None if mail is None else mail.host_lane(memory, terms, calls)
         if mail is None or made is None:
@@ -233,44 +230,6 @@ class DeviceLanes:
         if self._thread.is_alive():
             log.error("the thread of device lanes did not end within %g s", CLOSE_SECONDS)
 
-    def _checked(self, request: moe_pb2.AttachLaneRequest) -> MailboxLayout:
-        model, limits = self._model, self._limits
-        if request.model not in ("", model.name):
-            raise TensorError("model", f"{quoted(request.model)} is not served here; {model.name!r} is")
-        if not NAME.fullmatch(request.name):
-            raise TensorError(
-                "name", f"{quoted(request.name)} must be 1 to 64 letters, digits, '_', '.' or '-'"
-            )
-        if request.device != "cpu" and self.mail is None:
-            raise DeviceRefused(
-                f"device: rows of {quoted(request.device)} cannot be brought by a device lane, only those in "
-                f"host memory (cpu): {self.why_no_mail}"
-            )
-        if request.device != "cpu" and self.mail is not None:
-            self.mail.check(request.device)
-        if not 0 < request.rows <= limits.rows:
-            raise TensorError("rows", f"{request.rows} is not one of 1 to {limits.rows} (step.lane_rows)")
-        if not 0 < request.stages <= MOST_STAGES:
-            raise TensorError("stages", f"{request.stages} is not one of 1 to {MOST_STAGES}")
-        dtype = moe_pb2.DType.Name(request.dtype) if request.dtype in moe_pb2.DType.values() else ""
-        if (named := dtype.removeprefix("DTYPE_").lower()) not in FLOATS:
-            raise TensorError("dtype", f"number {request.dtype} is not one of {', '.join(FLOATS)}")
-        if request.device == "cpu" and request.rows_wire not in ("", ANY_WIRE):
-            raise TensorError(
-                "rows_wire", f"{quoted(request.rows_wire)} is of a GPU's rows, not of the host's"
-            )
-        sizes = (model.hidden, model.experts, model.top_k)
-        if request.device != "cpu":
-            return MailboxLayout.of((1, request.stages), sizes, named)  # words alone
-        layout = MailboxLayout.of((request.rows, request.stages), sizes, named)
-        if (needed := layout.mailbox_bytes + layout.answers_bytes) > limits.bytes:
-            raise TensorError(
-                "rows",
-                f"{request.rows} rows at {request.stages} stages take {needed} bytes of shared memory, and "
-                f"passes.lane_bytes is {limits.bytes}",
-            )
-        return layout
-
     def _company(self, lane: AnnouncedLane) -> Company:
         """Who but this lane's caller wants steps, as of the last look."""
         if self._calls or any(one is not lane for one in self._hosts):
@@ -285,6 +244,7 @@ class DeviceLanes:
         self._calls = self._others_at >= since
         self._active = [lane for lane in lanes if lane.active_at >= since or lane.under_way]
         self._hosts = [lane for lane in self._active if not isinstance(lane, MailLane)]
+        self._noted = now
 
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
@@ -330,10 +290,12 @@ class DeviceLanes:
             self._pauses.looks()
             bell = lanes[0].bell() if len(lanes) == 1 and not leaving else None
             now = time.monotonic()
-            self._note_company(lanes, now)
-            for lane in lanes:
-                self._looked(lane, now)
-            self._note_company(lanes, now)
+            if len(lanes) == 1 or now - self._noted > NOTE_SECONDS:
+                self._note_company(lanes, now)
+            found = [self._looked(lane, now) for lane in lanes if lane.stirs(now)]
+            self._begin_steps()
+            if any(found):
+                self._note_company(lanes, now)
             for lane in lanes:  # also those whose callers have not wanted a step lately
                 if (company := self._company(lane)) is not Company.NONE:
                     lane.yield_steps(company)
@@ -347,19 +309,29 @@ class DeviceLanes:
             if self.mail is not None:
                 self.mail.await_launches(LONGEST_LOOK)
             pause = min((lane.pause(now) for lane in (*lanes, *leaving)), default=0.0)
+            if bell is None:  # of several callers' looks most find nothing, and steps want the interpreter
+                pause = max(pause, LOOK_SHARE * (time.monotonic() - now))
             self._pauses.wait(pause, bell if bell is not None and lanes[0].rings else None)
 
-    def _looked(self, lane: AnnouncedLane, now: float) -> None:
-        """Looks at `lane`. What goes wrong with one lane ends it, and no other."""
+    def _begin_steps(self) -> None:
+        """Begins together what lanes of the host have found."""
+        if self.steps is not None:
+            self.steps.begin()
+
+    def _looked(self, lane: AnnouncedLane, now: float) -> bool:
+        """Looks at `lane`; whether there was anything. What goes wrong with a lane ends it, and no other."""
         try:
-            if lane.look(now):
+            found = lane.look(now)
+            if found:
                 lane.active_at = lane.stirred_at = now
             elif lane.soon:
                 lane.stirred_at = now
+            return found
         except Exception:
             log.exception("a device lane is detached")
             lane.detach("the rank could not read it")
             lane.stirred_at = now
+            return True
 
     def _sweep(self) -> None:
         """Detaches lanes whose caller's lease has ended."""

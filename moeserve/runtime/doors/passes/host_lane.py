@@ -1,8 +1,8 @@
 """`HostLane`: a lane whose rows lie in host memory, at a rank whose GPU reads and writes that in place.
 
 While nobody else wants steps it is a `MailLane`: its forward passes are launched ahead, and each step waits
-on the device for its tag in host memory. With company it is a `DeviceLane`, whose steps are begun as calls:
-those of several callers for one layer become one step. It changes from one to the other only where nothing
+on the device for its tag in host memory. With company it is a `DeviceLane`, whose steps begin when their rows
+are there: those of several callers for one layer are one. It changes from one to the other only where nothing
 of it is under way, so that each step has one that computes it.
 """
 
@@ -61,6 +61,10 @@ class HostLane(AnnouncedLane):
         """Whether its caller says when there is something to look at; of runs the device does, too."""
         return self._works.rings
 
+    def stirs(self, now: float) -> bool:
+        """Whether there may be something to look at; of runs there always may."""
+        return self._works.stirs(now)
+
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need not be looked at."""
         works = self._works.pause(now)
@@ -68,7 +72,7 @@ class HostLane(AnnouncedLane):
 
     @property
     def under_way(self) -> int:
-        """Steps that were begun as calls, and have not ended."""
+        """Steps that were begun when their rows were there, and have not ended."""
         return self._works.under_way
 
     @property

@@ -9,11 +9,10 @@ import grpc
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.runtime.doors.failures import guarded
 from moeserve.runtime.doors.lane_door import LaneDoor
-from moeserve.runtime.doors.passes.device_lane import Begin, Call
+from moeserve.runtime.doors.passes.device_lane import Begin
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
-
-METHOD = "DeviceLane"
-"""How metrics of requests name a step of a device lane."""
+from moeserve.runtime.doors.passes.host_pass import Call
+from moeserve.runtime.doors.passes.host_steps import METHOD
 
 
 class DeviceLaneDoor(moe_pb2_grpc.DeviceLaneServiceServicer):

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from moeserve.runtime.errors import (
     BatchTooLarge,
@@ -16,6 +16,7 @@ from moeserve.runtime.errors import (
     pushback,
 )
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch, LaneCall
+from moeserve.runtime.rank.lanes.together import Together
 from moeserve.runtime.rank.transfers.transfers import Transfers
 from moeserve.runtime.step import Announcement, Job, Upload
 
@@ -81,6 +82,8 @@ class Lane:
         for job in held:
             if job.upload is not None and job.upload.claimed:
                 job.upload = None  # by a step that gave no answer; the rows are still the caller's
+            if job.several is not None:
+                job.several.take(by_step=False)
             if not job.over:
                 self._announce(job, generation)
 
@@ -166,22 +169,11 @@ class Lane:
         call = LaneCall(leave)
         call.home = None if batch.lent is None else batch.lent.home
         call.expect([self._job(batch, part, call) for part in batch.parts(self.capacity)])
-        with self._lock:
-            if self._closed is not None:
-                raise GroupUnavailable(self._closed)
-            if len(self._jobs) + len(call.jobs) > self._queue_limit:
-                text = (
-                    f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
-                )
-                self._refusals += 1
-                raise LaneFull(text, pushback(self._refusals))
-            self._refusals = 0
-            if not self._jobs and self._generation is not None:
-                self._unserved_since = None  # nobody has waited since the group serves again
-            self._jobs.update({job.number: job for job in call.jobs})
-            generation = self._generation
+        generation = self._take_in(call.jobs)
         try:
-            self._upload(call)
+            self._upload(call.jobs)
+            if call.ended:  # meanwhile, and its end saw no upload
+                self._retire(call.jobs)
             if generation is not None:
                 for job in call.jobs:
                     self._announce(job, generation)  # where the lane is held by now, that does not count
@@ -197,20 +189,61 @@ class Lane:
             )
         return call
 
+    def submit_together(
+        self, together: Together, what: tuple[int, int], deadline: float, reached: tuple[bool, bool]
+    ) -> None:
+        """Starts rows of several callers as one job, of at most the capacity; as `Together.job` has it.
+
+        Raises GroupUnavailable and LaneFull, and then tells nobody. What fails later ends the job.
+        """
+        job = together.job(next(self._numbers), what, deadline, reached)
+        generation = self._take_in([job])
+        try:
+            self._upload([job])
+            if job.over:  # meanwhile, and its end saw no upload
+                self.forget(job)
+            elif generation is not None:
+                self._announce(job, generation)
+        except Exception as error:
+            log.info("lane %d: a job could not be started: %s", self.number, error)
+            job.fail(error)
+
+    def forget(self, job: Job) -> None:
+        """Holds a job no more that was started together with others and has ended."""
+        with self._lock:
+            held = self._jobs.pop(job.number, None) is not None
+        self._retire([job])
+        if held and job.output is None:  # a step that has it, if any, is done with it
+            self.withdraw([job.number])
+
+    def _take_in(self, jobs: Sequence[Job]) -> int | None:
+        """Holds jobs; the generation that they are to be announced to. Raises GroupUnavailable, LaneFull."""
+        with self._lock:
+            if self._closed is not None:
+                raise GroupUnavailable(self._closed)
+            if len(self._jobs) + len(jobs) > self._queue_limit:
+                text = (
+                    f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
+                )
+                self._refusals += 1
+                raise LaneFull(text, pushback(self._refusals))
+            self._refusals = 0
+            if not self._jobs and self._generation is not None:
+                self._unserved_since = None  # nobody has waited since the group serves again
+            self._jobs.update({job.number: job for job in jobs})
+            return self._generation
+
     def _announce(self, job: Job, generation: int) -> None:
         rows = job.hidden.shape[0]
         self.announce(Announcement(self.number, job.number, job.layer, rows, job.deadline, generation))
 
-    def _upload(self, call: LaneCall) -> None:
+    def _upload(self, jobs: Sequence[Job]) -> None:
         """Begins to bring large rows to the device, before anybody waits for them."""
-        if self.transfers is None:
-            return
-        for job in call.jobs:
-            job.upload = self.transfers.upload(job)
-        if call.ended:  # meanwhile, and its end saw no upload
-            self._retire(call.jobs)
+        if self.transfers is not None:
+            for job in jobs:
+                job.upload = self.transfers.upload(job)
 
-    def _retire(self, jobs: list[Job]) -> None:
+    def _retire(self, jobs: Sequence[Job]) -> None:
         """Lets go of what was uploaded for jobs that no step has taken."""
         for job in jobs:
             if job.upload is not None and job.upload.claim():
@@ -243,6 +276,9 @@ class Lane:
         with self._lock:
             self._unserved_since = None
             jobs = [self._jobs.get(number) for number, _ in named]
+        for job in jobs:
+            if job is not None and job.several is not None:
+                job.several.take(by_step=True)
         return [None if job is None or not _claimed(job) else job for job in jobs]
 
     def wait_for_layers(self, layers: Collection[int]) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.runtime.step import Moment
+
+Copy = tuple[int, int, int]
+"""The address that bytes are copied to, where they lie, and how many."""
 
 
 class Engines:
@@ -54,6 +60,18 @@ class Engines:
         finally:
             torch.cuda.set_stream(before)
 
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Queues copies on the current stream, between memory of the device and memory of the host that is
+        registered or pinned. Raises RuntimeError where the driver refuses one.
+
+        The calling thread keeps the interpreter, which torch gives up for each copy and each view: where
+        others want it, too, to get it back takes many times as long as the driver's call.
+        """
+        queue, stream = _queue_copy(), self._current.cuda_stream
+        for into, source, nbytes in copies:
+            if status := queue(into, source, nbytes, stream):
+                raise RuntimeError(f"{nbytes} bytes cannot be copied: cuMemcpyAsync: CUDA error {status}")
+
     def event(self, *, sleeps: bool = False) -> Moment:
         """What the current stream has been given so far.
 
@@ -87,6 +105,11 @@ class HostEngines(Engines):
         """Plain host memory."""
         return torch.empty(shape, dtype=dtype)
 
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Copies at once."""
+        for copy in copies:
+            ctypes.memmove(*copy)
+
     def uploading(self) -> AbstractContextManager[object]:
         """Does nothing."""
         return nullcontext()
@@ -104,6 +127,14 @@ class HostEngines(Engines):
 
     def follow(self, event: Moment) -> None:
         """Does nothing."""
+
+
+@cache
+def _queue_copy() -> Any:
+    """The driver's call, for which ctypes does not give the interpreter up. torch has loaded the driver."""
+    call = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
+    call.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    return call
 
 
 class Passed:

@@ -18,21 +18,22 @@ from torch import Tensor
 
 from moeserve.runtime.rank.transfers.engines import Engines, Passed
 from moeserve.runtime.rank.transfers.step_room import StagedRoutes, StepRoom
-from moeserve.runtime.step import Job, Moment, Upload
+from moeserve.runtime.step import Job, Moment, Segment, Upload, joined_rows
 
 DIRECT_BYTES = 64 << 10
 """Rows and answers of this size on are copied by the device's engines each by itself. Smaller ones share one
 copy: to queue a copy costs as much as 20 KB of copying by the host.
 """
 
-AHEAD_BYTES = 1 << 20
+AHEAD_BYTES = 2 << 20
 """Rows of this size on are uploaded before their step is known. Smaller ones take less time than the calls of
 the driver and the further copy on the device that this costs.
 """
 
-ASIDE_BYTES = 256 << 10
+ASIDE_BYTES = 2 << 20
 """Answers of this size on go home on a stream of their own, while the next step computes. Smaller ones go on
-the stream of the steps, so that the next one may write its answer to the same memory.
+the stream of the steps, so that the next one may write its answer to the same memory: to copy them there, and
+to have another stream wait for that, takes a host longer than the device.
 """
 
 
@@ -83,7 +84,7 @@ class Transfers:
         nbytes = job.hidden.nbytes
         if nbytes < AHEAD_BYTES or not self._take(nbytes):
             return None
-        engines, lent = self.engines, job.lent
+        engines, lent, source = self.engines, job.lent, job.hidden
         given_back = lent.memory.done if lent is not None and lent.rows and lent.memory.use() else None
 
         def release() -> None:
@@ -93,13 +94,15 @@ class Transfers:
 
         try:
             engines.use()
-            source = job.hidden
             if given_back is None:
                 source = engines.pinned(source.shape, source.dtype)
-                source.copy_(job.hidden)
+                source.copy_(joined_rows(job))
             with engines.uploading():
                 rows = torch.empty(source.shape, dtype=source.dtype, device=engines.device)
-                rows.copy_(source, non_blocking=True)
+                if given_back is None:
+                    rows.copy_(source, non_blocking=True)  # torch keeps the pinned memory until then
+                else:
+                    self._bring(source, job.segments, (rows, 0))
                 return Upload(rows, engines.event(), release)
         except torch.OutOfMemoryError:
             release()
@@ -134,8 +137,7 @@ class Transfers:
                 kept.append(self._shared(room.rows.hidden, begin, waiting))
                 waiting = []
             if job is not None:
-                into = room.rows.hidden[here] if here.start else room.first(rows).hidden
-                kept.append(self._brought(into, job))
+                kept.append(self._brought(room, here, job))
         if waiting:
             kept.append(self._shared(room.rows.hidden, begin, waiting))
         return kept
@@ -151,27 +153,53 @@ class Transfers:
             staged = StagedRoutes(self.engines.pinned(room.routes.shape, torch.uint8), rows, top_k)
         self._uses.append(lambda: room.staged.append(staged))
         staged.fill(parts)
-        room.routes.copy_(staged.memory, non_blocking=True)
+        self._copy(staged.memory, (room.routes, 0), to_host=False)
         return staged
 
     @staticmethod
     def _direct(job: Job, jobs: int) -> bool:
         """Whether the device's engines read the job's rows where the caller has them."""
-        large = job.hidden.nbytes >= DIRECT_BYTES or jobs == 1
+        large = job.hidden.nbytes >= DIRECT_BYTES or jobs == 1 or job.hidden.is_meta
         return large and job.lent is not None and job.lent.rows
 
-    def _brought(self, into: Tensor, job: Job) -> object:
+    def _brought(self, room: StepRoom, here: slice, job: Job) -> object:
         """Queues the copy of one job's rows, from where they were uploaded to or from the caller's memory."""
+        into = room.rows.hidden
         if job.upload is not None:
             self.engines.follow(job.upload.event)
-            into.copy_(job.upload.rows, non_blocking=True)
+            self._copy(job.upload.rows, (into, here.start), to_host=False)
             self._uses.append(job.upload.release)
             return job.upload
         if job.lent is not None and job.lent.memory.use():
             self._uses.append(job.lent.memory.done)
-            into.copy_(job.hidden, non_blocking=True)
+            self._bring(job.hidden, job.segments, (into, here.start))
             return job.hidden
-        return self._shared(into, 0, [(into.shape[0], job)])
+        return self._shared(into, here.start, [(here.stop - here.start, job)])
+
+    def _bring(self, hidden: Tensor, segments: Sequence[Segment], where: tuple[Tensor, int]) -> None:
+        """Queues the copies of a job's rows, which lie apart in `segments` if there are any."""
+        if not hidden.is_meta:
+            self._copy(hidden, where, to_host=False)
+            return
+        whole, at = where
+        first, row = whole.data_ptr(), whole.shape[1] * whole.itemsize
+        copies = [(first + (at + one.at) * row, one.hidden.data_ptr(), one.hidden.nbytes) for one in segments]
+        self.engines.copy(copies)
+
+    def _copy(self, part: Tensor, where: tuple[Tensor, int], *, to_host: bool) -> None:
+        """Queues the copy of a caller's rows into a step's, at a row, or of an answer's to the caller's."""
+        whole, at = where
+        if part.dtype == whole.dtype and part.is_contiguous():
+            row = whole.shape[1] * whole.itemsize if at else 0
+            there = whole.data_ptr() + at * row
+            places = (part.data_ptr(), there) if to_host else (there, part.data_ptr())
+            self.engines.copy([(*places, part.nbytes)])
+            return
+        rows = whole[at : at + part.shape[0]]
+        if to_host:
+            part.copy_(rows, non_blocking=True)
+        else:
+            rows.copy_(part, non_blocking=True)
 
     def _shared(self, hidden: Tensor, at: int, jobs: Sequence[tuple[int, Job]]) -> Tensor:
         """Queues one copy of the rows of several jobs, through pinned memory, to row `at` of `hidden`."""
@@ -179,7 +207,7 @@ class Transfers:
         staged = self.engines.pinned((count, hidden.shape[1]), hidden.dtype)
         begin = 0
         for rows, job in jobs:
-            staged[begin : begin + rows] = job.hidden
+            staged[begin : begin + rows] = joined_rows(job)
             begin += rows
         hidden[at : at + count].copy_(staged, non_blocking=True)
         return staged
@@ -231,19 +259,39 @@ class Transfers:
             large = rows * answer.shape[1] * answer.itemsize >= DIRECT_BYTES
             if job is None:
                 yield None
+            elif job.hidden.is_meta:
+                yield self._home_apart(job, answer, here)
             elif home is not None and (large or len(parts) == 1) and job.lent.memory.use():  # type: ignore[union-attr]
                 self._uses.append(job.lent.memory.done)  # type: ignore[union-attr]
-                home.copy_(answer if len(parts) == 1 else answer[here], non_blocking=True)
+                self._copy(home, (answer, here.start), to_host=True)
                 yield home
             elif large:
-                alone = self.engines.pinned(answer[here].shape, answer.dtype)
-                alone.copy_(answer[here], non_blocking=True)
+                alone = self.engines.pinned((rows, answer.shape[1]), answer.dtype)
+                self._copy(alone, (answer, here.start), to_host=True)
                 yield alone
             else:
                 if shared is None:
                     shared = self.engines.pinned(answer.shape, answer.dtype)
                     shared.copy_(answer, non_blocking=True)
                 yield shared[here]
+
+    def _home_apart(self, job: Job, answer: Tensor, here: slice) -> Tensor:
+        """Queues the copies of an answer to several callers. Returns a meta tensor, as it lies where each of
+        them wants it; or the answer in pinned memory, where their memory was given back.
+        """
+        lent = job.lent
+        if lent is None or not lent.memory.use():
+            alone = self.engines.pinned((here.stop - here.start, answer.shape[1]), answer.dtype)
+            self._copy(alone, (answer, here.start), to_host=True)
+            return alone
+        self._uses.append(lent.memory.done)
+        first, row = answer.data_ptr(), answer.shape[1] * answer.itemsize
+        homes = [
+            (one.home.data_ptr(), first + (here.start + one.at) * row, one.home.nbytes)
+            for one in job.segments
+        ]
+        self.engines.copy(homes)
+        return job.hidden
 
 
 def transfers_of(device: str, lane_bytes: int) -> Transfers | None:

@@ -1,0 +1,73 @@
+"""`HostPass`: how far a pass is whose rows lie in host memory, and what of it is under way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from moeserve.proto.passes.mailbox import Status
+from moeserve.runtime.doors.passes.announced import Announcement, Between
+
+
+class Call(Protocol):
+    """A step of this lane that is under way."""
+
+    def give_up(self) -> None:
+        """Ends it soon; its `ended` is called all the same."""
+
+
+@dataclass
+class Stage:
+    """Where a stage of a pass is."""
+
+    since: float  # when its next rows were first wanted
+    steps: int = 0  # that were answered
+    busy: bool = False
+    call: Call | None = None
+    again: float = -math.inf  # not to be begun before
+    refused: float = math.inf  # when the lane first had no room for the step that is next
+
+
+@dataclass
+class HostPass:
+    number: int
+    layers: tuple[int, ...]
+    standing: bool
+    any_weights: bool
+    version: int  # of the weights that its steps must have; 0: whichever comes first
+    stages: list[Stage]
+    ends: tuple[Status, str] | None = None  # how, once the steps under way have ended
+
+    @classmethod
+    def of(cls, between: Between) -> HostPass:
+        """One that goes on."""
+        said = between.said
+        stages = [Stage(*one) for one in zip(between.since, between.steps, strict=True)]
+        return cls(said.number, said.layers, said.standing, said.any_weights, between.version, stages)
+
+    def between(self) -> Between:
+        """How far it is; no step is under way."""
+        modes = self.standing, self.any_weights, self.version
+        return Between(
+            Announcement(self.number, self.layers, len(self.stages), *modes),
+            tuple(stage.steps for stage in self.stages),
+            tuple(stage.since for stage in self.stages),
+            self.version,
+        )
+
+    @property
+    def done(self) -> bool:
+        return not self.standing and all(stage.steps == len(self.layers) for stage in self.stages)
+
+    def layer(self, stage: Stage) -> int:
+        return self.layers[stage.steps % len(self.layers)]
+
+    def wants(self, stage: Stage) -> bool:
+        """Whether the stage has a step that the caller may bring rows for."""
+        return not stage.busy and (self.standing or stage.steps < len(self.layers))
+
+    def late(self, stage: Stage, now: float, patience: float) -> bool:
+        """Whether the caller is; between the rounds of a standing pass it may rest."""
+        resting = self.standing and stage.steps % len(self.layers) == 0
+        return not resting and now - stage.since > patience

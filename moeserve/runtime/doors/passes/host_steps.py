@@ -1,0 +1,269 @@
+"""`HostSteps`: steps of lanes in host memory, begun together: those of one layer that were found at one look.
+
+Each of them would be a call of its own at the rank's door else, with a request that is made to be read again.
+The door's rules are kept: rows are admitted, the choice of experts is copied before it is checked, and what
+fails ends the pass of its own lane.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.proto.tensors import TensorError, as_torch
+from moeserve.runtime.doors.calls.rows import Leave, RowAdmission
+from moeserve.runtime.doors.deadlines import Observe
+from moeserve.runtime.doors.failures import status_of
+from moeserve.runtime.doors.payloads.regions import Hold
+from moeserve.runtime.doors.request import check_ids
+from moeserve.runtime.errors import CallerLeft, GroupUnavailable
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.together import Part, Together
+from moeserve.runtime.step import Job, Stamp
+
+MOST_UNDER_WAY = 2
+"""Jobs of one layer that a rank's lanes have under way: while one is computed another waits for its turn, and
+the steps of callers who come meanwhile are the next one together.
+"""
+
+METHOD = "DeviceLane"
+"""How metrics of requests name a step of a device lane."""
+
+Outcome = Stamp | moe_pb2.Error
+"""How a step ended: with an answer, or not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where some rows of one stage lie, and their answer."""
+
+    hidden: Tensor  # [T, H]
+    ids: NDArray[np.int32]  # [T, K]
+    weights: NDArray[np.float32]  # [T, K]
+    home: Tensor  # [T, H]
+    reached: tuple[bool, bool]  # whether the device reads the rows, and writes the answer, in place
+
+    @classmethod
+    def of(cls, layout: MailboxLayout, held: tuple[Hold, Hold], stage: int, count: int) -> Places:
+        """Of the first `count` rows of a stage. held: the mailbox, and the answers."""
+        box, answers = held
+        rows, (ids, weights, _) = layout.hidden_spec(count), layout.route_specs(count)
+        at, id_at, weight_at, _ = layout.columns(stage)
+        home = layout.answer(stage)
+        return cls(
+            as_torch(box.memory[at : at + rows.nbytes], rows),
+            np.frombuffer(box.memory[id_at : id_at + ids.nbytes], np.int32).reshape(ids.shape),
+            np.frombuffer(box.memory[weight_at : weight_at + weights.nbytes], np.float32).reshape(ids.shape),
+            as_torch(answers.memory[home : home + rows.nbytes], rows),
+            (box.reached, answers.reached),
+        )
+
+
+class HostStep:
+    """One lane's part of what is begun together. `ended` hears of its end, once, from any thread."""
+
+    def __init__(
+        self,
+        wanted: tuple[int, int],
+        places: Places,
+        peer: str,
+        ended: Callable[[Outcome], None],
+        given_back: Callable[[], None],
+    ) -> None:
+        """wanted: the layer, and the version of its weights, 0 for any. peer: who its caller is. given_back:
+        called when neither the rank nor its device touches the lane's memory for it any more.
+        """
+        self.wanted, self.places, self.peer = wanted, places, peer
+        self.left = False
+        self.leave: Leave = _not_held
+        self._ended, self._given_back = ended, given_back
+        self._together: tuple[Together, Part] | None = None
+        self._started, self._took, self._code = time.perf_counter(), 0.0, "OK"
+
+    @property
+    def rows(self) -> int:
+        """How many it brings."""
+        return len(self.places.ids)
+
+    def part(self, observe: Observe) -> Part:
+        """What it is of a job."""
+        places = self.places
+        return Part(places.hidden, places.home, self._tell, lambda: self._done(observe), self._given_back)
+
+    def joins(self, together: Together, part: Part) -> None:
+        """Its job was made."""
+        self._together = together, part
+        if self.left:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Ends it soon; its `ended` is called all the same."""
+        self.left = True
+        if self._together is not None:  # else whoever begins it sees it
+            together, part = self._together
+            together.leave(part, CallerLeft("the pass ended before the answer was there"))
+
+    def fail(self, error: Exception, observe: Observe) -> None:
+        """It was not begun."""
+        self._given_back()
+        self._tell(error)
+        self._done(observe)
+
+    def _tell(self, told: Stamp | Exception) -> None:
+        """Its caller hears of its end."""
+        if isinstance(told, Stamp):
+            self._ended(told)
+        else:
+            status = status_of(told)
+            self._code = status.code
+            self._ended(status.as_message())
+        self._took = time.perf_counter() - self._started
+
+    def _done(self, observe: Observe) -> None:
+        """Counts it, and what it held: callers who were answered with it have heard of that."""
+        self.leave(self._code)
+        observe(METHOD, "shared_memory", self._code, self._took)
+
+
+class HostSteps:
+    """Of one rank. `add` and `begin` are called by the thread that looks at lanes, steps end in any.
+
+    stopping: why no further step is taken; empty while they are.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        model: tuple[torch.dtype, int, float],
+        admission: Callable[[], RowAdmission],
+        stopping: Callable[[], str],
+        observe: Observe,
+    ) -> None:
+        """model: the dtype that is served, the experts of a layer, and the seconds within which a step is to
+        be answered.
+        """
+        self.ended: Callable[[], None] = lambda: None  # steps that were begun together have; from any thread
+        self._lane, self._admission, self._stopping, self._observe = lane, admission, stopping, observe
+        self._dtype, self._experts, self._seconds = model
+        self._found: list[HostStep] = []  # since the last `begin`
+        self._under_way: Counter[int] = Counter()  # jobs by layer
+        self._lock = threading.Lock()
+
+    def takes(self, places: Places) -> bool:
+        """Whether such rows are begun here, and not as a call: they are of the served dtype, and the device,
+        if there is one, reads them and writes their answer in place.
+        """
+        return places.hidden.dtype == self._dtype and (self._lane.transfers is None or all(places.reached))
+
+    def open(self, layer: int) -> bool:
+        """Whether a step of this layer that is there now is to be begun now."""
+        return self._under_way[layer] < MOST_UNDER_WAY
+
+    def add(self, step: HostStep) -> None:
+        """Has `step` begun by the next `begin`."""
+        self._found.append(step)
+
+    def begin(self) -> None:
+        """Begins what was added."""
+        if not self._found:
+            return
+        found, self._found = self._found, []
+        deadline = time.monotonic() + self._seconds
+        ready = [step for step in found if self._let_in(step, deadline)]
+        for wanted in dict.fromkeys(step.wanted for step in ready):
+            for some in self._parted([step for step in ready if step.wanted == wanted]):
+                self._submit(wanted, some, deadline)
+
+    def _let_in(self, step: HostStep, deadline: float) -> bool:
+        """Whether a step may begin; it has ended where not."""
+        try:
+            if step.left:
+                raise CallerLeft("the pass ended before its step began")
+            if why := self._stopping():
+                raise GroupUnavailable(why)
+            step.leave = self._admission().enter(step.peer, step.rows, deadline)
+        except Exception as error:
+            step.fail(error, self._observe)
+            return False
+        return True
+
+    def _parted(self, steps: Sequence[HostStep]) -> Iterator[list[HostStep]]:
+        """The steps in their order, as many together as the lane takes at once."""
+        some, rows = list[HostStep](), 0
+        for step in steps:
+            if some and rows + step.rows > self._lane.capacity:
+                yield some
+                some, rows = [], 0
+            some.append(step)
+            rows += step.rows
+        yield some
+
+    def _submit(self, wanted: tuple[int, int], steps: Sequence[HostStep], deadline: float) -> None:
+        steps, choice = self._chosen(steps)
+        if not steps:
+            return
+        layer = wanted[0]
+        self._count(layer, 1)
+
+        def over(job: Job) -> None:
+            self._lane.forget(job)
+            self._count(layer, -1)
+            self.ended()
+
+        parts = [step.part(self._observe) for step in steps]
+        together = Together(parts, choice, over)
+        try:
+            self._lane.submit_together(together, wanted, deadline, steps[0].places.reached)
+        except Exception as error:
+            self._count(layer, -1)
+            for step in steps:
+                step.fail(error, self._observe)
+            return
+        for step, part in zip(steps, parts, strict=True):
+            step.joins(together, part)
+
+    def _chosen(self, steps: Sequence[HostStep]) -> tuple[list[HostStep], tuple[NDArray[np.int32], Tensor]]:
+        """The steps whose choice of experts can be, and a copy of it: ids and weights of all their rows. The
+        callers may change theirs at any time.
+        """
+        left = list(steps)
+        ids = np.concatenate([step.places.ids for step in left])
+        weights = np.concatenate([step.places.weights for step in left])
+        try:
+            check_ids(ids, self._experts)
+        except TensorError:
+            ends = np.cumsum([step.rows for step in left])[:-1]
+            each = list(zip(left, np.split(ids, ends), np.split(weights, ends), strict=True))
+            right = [one for one in each if self._right(one[0], one[1])]
+            left = [step for step, _, _ in right]
+            if left:
+                ids = np.concatenate([some for _, some, _ in right])
+                weights = np.concatenate([some for _, _, some in right])
+        return left, (ids, torch.from_numpy(weights))
+
+    def _right(self, step: HostStep, ids: NDArray[np.int32]) -> bool:
+        """Whether a step chooses experts that there are; it has ended where not."""
+        try:
+            check_ids(ids, self._experts)
+        except TensorError as error:
+            step.fail(error, self._observe)
+            return False
+        return True
+
+    def _count(self, layer: int, more: int) -> None:
+        with self._lock:
+            self._under_way[layer] += more
+
+
+def _not_held(code: str) -> None:
+    """Does nothing: the step's rows were not counted."""

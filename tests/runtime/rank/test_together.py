@@ -1,0 +1,172 @@
+"""Rows of several callers that are one job: where they go to the device and home, and who may leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.runtime.rank.lanes.together import Part, Together
+from moeserve.runtime.rank.transfers.engines import Engines, HostEngines
+from moeserve.runtime.rank.transfers.step_room import StepRoom
+from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES, Transfers
+from moeserve.runtime.step import Job, LaneInput, Stamp, empty_input, joined_rows
+
+H, K = 64, 2
+MANY = AHEAD_BYTES // (H * 4)
+LEFT = RuntimeError("it left")
+
+
+@dataclass
+class Callers:
+    """Callers of so many rows each."""
+
+    rows: Sequence[int]
+    told: list[tuple[int, object]] = field(default_factory=list)
+    back: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    over: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        total = sum(self.rows)
+        random = torch.Generator().manual_seed(0)
+        self.parts = [self.part(at, count, random) for at, count in enumerate(self.rows)]
+        ids = torch.randint(0, 8, (total, K), generator=random, dtype=torch.int32).numpy()
+        self.together = Together(self.parts, (ids, torch.rand(total, K, generator=random)), self.over.append)
+        self.job = self.together.job(7, (3, 2), math.inf, (True, True))
+
+    def part(self, at: int, count: int, random: torch.Generator) -> Part:
+        """The part of caller `at`, whose memory is pinned where there is a device."""
+        hidden, home = torch.randn(count, H, generator=random), torch.zeros(count, H)
+        if torch.cuda.is_available():
+            hidden, home = hidden.pin_memory(), home.pin_memory()
+
+        def tell(outcome: object) -> None:
+            self.told.append((at, outcome))
+
+        return Part(hidden, home, tell, lambda: self.done.append(at), lambda: self.back.append(at))
+
+    def whole(self) -> Tensor:
+        """All rows."""
+        return torch.cat([part.hidden for part in self.parts])
+
+
+def check(engines: Engines, rows: Sequence[int], left: int | None) -> None:
+    """A step of the job, which doubles its rows, beside two rows of a job that is gone."""
+    callers, transfers = Callers(rows), Transfers(engines, 1 << 30)
+    job, total = callers.job, sum(rows)
+    job.upload = transfers.upload(job)
+    assert (job.upload is not None) == (total * H * 4 >= AHEAD_BYTES)
+    if left is not None:
+        callers.together.leave(callers.parts[left], LEFT)
+        assert callers.told == [(left, LEFT)] and callers.back == [left]
+    callers.together.take(by_step=True)
+    room = StepRoom.of(torch.full((total + 2, H), 7.0, device=engines.device), K)
+    kept = transfers.gather(room, [(2, None), (total, job)])
+    ids = job.experts.clone()
+    answer = room.rows.hidden * 2
+    flight = transfers.fetch(answer, [(2, None), (total, job)], kept)
+    flight.event.synchronize()
+    assert torch.equal(room.rows.experts[2:].cpu(), ids)
+    assert room.rows.valid.tolist() == [False] * 2 + [True] * total
+    at = 0
+    for number, part in enumerate(callers.parts):
+        if number == left:
+            assert (ids[at : at + part.rows] == -1).all()
+        else:
+            assert torch.equal(room.rows.hidden[2 + at : 2 + at + part.rows].cpu(), part.hidden)
+        at += part.rows
+    flight.release()
+    stays = [number for number in range(len(rows)) if number != left]
+    assert sorted(set(callers.back) - {left}) == [], "the call itself has not ended"
+    output = flight.outputs[1]
+    assert output is not None
+    job.finish(output, Stamp(3, 1))
+    assert callers.told[left is not None :] == [(number, Stamp(3, 1)) for number in stays]
+    assert sorted(callers.back) == list(range(len(rows))) and callers.over == [job]
+    for number, part in enumerate(callers.parts):
+        assert not part.home.any() if number == left else torch.equal(part.home, 2 * part.hidden)
+
+
+SIZES = [(3,), (3, 40, 5), (1, 1, 1, 1), (MANY, 3, MANY)]
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("left", [None, 1])
+def test_rows_go_to_one_step_and_answers_home_each_to_its_place(
+    rows: Sequence[int], left: int | None
+) -> None:
+    if left is None or left < len(rows):
+        check(HostEngines(), rows, left)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("left", [None, 1])
+def test_rows_go_to_one_step_and_answers_home_each_to_its_place_on_a_device(
+    rows: Sequence[int], left: int | None
+) -> None:
+    if left is None or left < len(rows):
+        check(Engines("cuda:0"), rows, left)
+
+
+def test_a_step_on_the_host_has_the_rows_of_all_and_brings_answers_home() -> None:
+    callers = Callers((2, 3))
+    found = LaneInput.gather(_Header, [callers.job], empty_input(H, K, torch.float32))  # type: ignore[arg-type]
+    assert torch.equal(found.hidden, callers.whole()) and torch.equal(found.experts, callers.job.experts)
+    callers.job.finish(3 * found.hidden, Stamp(3, 1))
+    assert all(torch.equal(part.home, 3 * part.hidden) for part in callers.parts)
+
+
+class _Header:
+    jobs = ((7, 5),)
+
+
+def test_who_leaves_in_a_step_has_no_answer_written_and_its_memory_when_the_step_has_ended() -> None:
+    callers = Callers((2, 3))
+    callers.together.take(by_step=True)
+    callers.together.leave(callers.parts[0], LEFT)
+    callers.together.leave(callers.parts[0], LEFT)
+    assert callers.told == [(0, LEFT)] and callers.back == []
+    callers.job.finish(2 * joined_rows(callers.job), Stamp(3, 1))
+    assert callers.told[1:] == [(1, Stamp(3, 1))] and sorted(callers.back) == [0, 1]
+    assert not callers.parts[0].home.any() and callers.parts[1].home.any()
+
+
+def test_who_leaves_between_a_step_without_an_answer_and_the_next_has_its_memory_at_once() -> None:
+    callers = Callers((2, 3))
+    callers.together.take(by_step=True)
+    callers.together.take(by_step=False)
+    callers.together.leave(callers.parts[0], LEFT)
+    assert callers.back == [0] and not joined_rows(callers.job)[:2].any()
+
+
+@pytest.mark.parametrize("rows", [(2,), (2, 3)])
+def test_the_job_ends_when_all_have_left_and_no_step_has_it(rows: Sequence[int]) -> None:
+    callers = Callers(rows)
+    for part in callers.parts:
+        callers.together.leave(part, LEFT)
+    assert callers.job.error is LEFT and callers.over == [callers.job]
+    assert sorted(callers.back) == list(range(len(rows))) == [number for number, _ in callers.told]
+
+
+def test_a_job_that_fails_tells_all_who_are_there_once() -> None:
+    callers = Callers((2, 3))
+    callers.job.fail(LEFT)
+    callers.job.fail(RuntimeError("again"))
+    callers.job.finish(callers.whole(), Stamp(3, 1))
+    callers.together.leave(callers.parts[1], RuntimeError("late"))
+    assert callers.told == [(0, LEFT), (1, LEFT)] and callers.back == [0, 1] == callers.done
+
+
+def test_a_job_of_one_caller_has_its_rows_and_the_place_of_its_answer() -> None:
+    callers = Callers((2,))
+    part = callers.parts[0]
+    assert callers.job.hidden is part.hidden and not callers.job.segments
+    assert callers.job.lent is not None and callers.job.lent.home is part.home
+    assert np.array_equal(callers.job.experts.numpy(), callers.together._ids)
