@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple, Protocol, Self
@@ -101,6 +101,11 @@ class CallerMemory:
             self._users += self._users > 0
             return self._users > 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody uses it but the call, if that has not ended."""
+        return self._users <= 1
+
     def done(self) -> None:
         """One user less."""
         with self._lock:
@@ -181,11 +186,12 @@ class Several(Protocol):
     """Callers whose rows are one job."""
 
     @property
-    def segments(self) -> Iterable[Segment]:
-        """Of those who are still there, in their order."""
+    def callers(self) -> int:
+        """How many there were."""
 
-    def take(self, *, by_step: bool) -> None:
-        """Notes that a step has the rows, or no more."""
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Of those who are still there, in their order."""
 
 
 @dataclass(eq=False)
@@ -213,7 +219,14 @@ class Job:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Where the rows lie, of callers whose rows lie apart; else none."""
-        return tuple(self.several.segments) if self.several is not None and self.hidden.is_meta else ()
+        several = self.several
+        return tuple(several.segments) if several is not None and self.hidden.is_meta else ()
+
+    @property
+    def callers(self) -> int:
+        """Whose rows it has."""
+        several = self.several
+        return 1 if several is None else several.callers
 
     @property
     def over(self) -> bool:
@@ -270,7 +283,7 @@ class StepRecord:
 
     number: int
     layer: int
-    jobs: int
+    jobs: int  # counted by caller
     lane_rows: int  # rows this lane brought
     wait: float  # seconds from its earliest job's arrival at the door to the step's start
     phases: Phases

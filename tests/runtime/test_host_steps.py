@@ -148,7 +148,7 @@ def test_steps_of_one_layer_are_one_job_and_each_caller_has_its_rows(room: Room)
         caller.post(count=count)
     room.look()
     (job,) = ranked.announced
-    assert (job.layer, job.rows, ranked.lane.in_flight) == (3, 8, 1)
+    assert (job.layer, job.rows, ranked.lane.in_flight) == (3, 8, 4)
     assert not any(caller.calls for caller in room.callers) and ranked.admission.rows == 8
     assert ranked.step() == [8] and ranked.wakes == 1
     for caller, count in zip(room.callers, (2, 3, 1, 2), strict=True):
@@ -261,6 +261,8 @@ def test_who_leaves_in_a_step_has_its_memory_kept_until_the_device_is_done(room:
     job = parts[0][1]
     assert job is not None and job.lent is not None and job.lent.memory.use(), "a copy is under way"
     room.callers[0].lane.detach("it was detached")
+    room.callers[0].look()
+    assert room.callers[0].ended is None, "a copy may read its rows, and write its answer"
     room.ranked.finish(parts)
     room.callers[0].look()
     assert room.callers[0].ended is None, "a copy may write its answer yet"
@@ -376,3 +378,54 @@ def test_rows_that_are_not_admitted_are_tried_again_and_others_go_on(room: Room)
     assert room.callers[1].look(later=3.0)
     room.ranked.steps.begin()
     assert room.ranked.step() == [2] and room.callers[1].answer() == 4.0
+
+
+def test_rows_that_were_there_when_their_pass_was_seen_are_looked_at_next(room: Room) -> None:
+    """Their caller has rung once for both."""
+    caller, now = room.callers[0], time.monotonic()
+    caller.lane.look(now)
+    caller.announce_unseen([3])
+    caller.post()
+    caller.box[m.BELL] = 7
+    assert caller.lane.stirs(now) and caller.lane.look(now) and not room.ranked.announced
+    assert caller.lane.stirs(now), "its rows may be there"
+    assert caller.lane.look(now)
+    room.ranked.steps.begin()
+    assert room.ranked.step() == [2]
+
+
+def test_a_caller_that_has_not_rung_is_passed_over_for_a_moment(room: Room) -> None:
+    caller, now = room.callers[0], time.monotonic()
+    caller.announce([3])
+    caller.box[m.BELL] = 7
+    assert caller.lane.stirs(now) and not caller.lane.look(now)
+    assert not caller.lane.stirs(now + 0.001) and caller.lane.stirs(now + 0.0021)
+    caller.box[m.BELL] = 8
+    assert caller.lane.stirs(now + 0.0022)
+
+
+def test_rows_that_wait_for_another_step_to_end_are_looked_at_and_are_lost_in_the_end(room: Room) -> None:
+    for caller in room.callers[:3]:
+        caller.announce([3])
+    for caller in room.callers[:MOST_UNDER_WAY]:
+        caller.post()
+        room.look()
+    caller, now = room.callers[2], time.monotonic()
+    caller.post()
+    caller.box[m.BELL] = 7
+    for _ in range(3):
+        assert caller.lane.stirs(now) and caller.lane.look(now) and not caller.lane.rings
+    assert caller.look(later=10.0)
+    assert caller.ended == (Status.LOST, "overloaded: no step of layer 3 for stage 0 within 9 s")
+    room.ranked.step()
+
+
+def test_an_answer_is_due_so_long_after_its_rows_were_seen(room: Room) -> None:
+    caller = room.callers[0]
+    caller.announce([3])
+    caller.post()
+    before = time.monotonic()
+    room.look()
+    (job,) = room.ranked.announced
+    assert before + 29.9 < job.deadline < time.monotonic() + 30.0
+    room.ranked.step()

@@ -27,12 +27,16 @@ class LaneWords:
 
     def announce(self, layers: list[int], stages: int = 1, flags: int = 0, version: int = 0) -> None:
         """Announces the next pass, which the lane looks at."""
+        self.announce_unseen(layers, stages, flags, version)
+        self.look()
+
+    def announce_unseen(self, layers: list[int], stages: int = 1, flags: int = 0, version: int = 0) -> None:
+        """Announces the next pass."""
         self.number += 1
         words = {m.STEPS: len(layers), m.STAGES: stages, m.FLAGS: flags, m.WANTED_VERSION: version}
         words |= {m.LAYERS + at: layer for at, layer in enumerate(layers)} | {m.ANNOUNCED: self.number}
         for at, value in words.items():
             self.box[at] = value
-        self.look()
 
     def look(self, later: float = 0.0) -> bool:
         """Has the lane look at the words, so many seconds later."""

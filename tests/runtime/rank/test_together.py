@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +33,7 @@ class Callers:
     told: list[tuple[int, object]] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
     over: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -37,7 +41,8 @@ class Callers:
         random = torch.Generator().manual_seed(0)
         self.parts = [self.part(at, count, random) for at, count in enumerate(self.rows)]
         ids = torch.randint(0, 8, (total, K), generator=random, dtype=torch.int32).numpy()
-        self.together = Together(self.parts, (ids, torch.rand(total, K, generator=random)), self.over.append)
+        choice = ids, torch.rand(total, K, generator=random)
+        self.together = Together(self.parts, choice, self.over.append, lambda: self.order.append("over"))
         self.job = self.together.job(7, (3, 2), math.inf, (True, True))
 
     def part(self, at: int, count: int, random: torch.Generator) -> Part:
@@ -62,10 +67,11 @@ def check(engines: Engines, rows: Sequence[int], left: int | None) -> None:
     job, total = callers.job, sum(rows)
     job.upload = transfers.upload(job)
     assert (job.upload is not None) == (total * H * 4 >= AHEAD_BYTES)
+    uploaded = job.upload is not None
     if left is not None:
         callers.together.leave(callers.parts[left], LEFT)
-        assert callers.told == [(left, LEFT)] and callers.back == [left]
-    callers.together.take(by_step=True)
+        assert callers.told == [(left, LEFT)]
+        assert callers.back == ([] if uploaded else [left]), "its rows may be on their way to the device"
     room = StepRoom.of(torch.full((total + 2, H), 7.0, device=engines.device), K)
     kept = transfers.gather(room, [(2, None), (total, job)])
     ids = job.experts.clone()
@@ -77,20 +83,23 @@ def check(engines: Engines, rows: Sequence[int], left: int | None) -> None:
     at = 0
     for number, part in enumerate(callers.parts):
         if number == left:
-            assert (ids[at : at + part.rows] == -1).all()
+            assert uploaded or (ids[at : at + part.rows] == -1).all()
         else:
             assert torch.equal(room.rows.hidden[2 + at : 2 + at + part.rows].cpu(), part.hidden)
         at += part.rows
     flight.release()
+    assert set(callers.back) <= {left}, "the call itself has not ended"
     stays = [number for number in range(len(rows)) if number != left]
-    assert sorted(set(callers.back) - {left}) == [], "the call itself has not ended"
     output = flight.outputs[1]
     assert output is not None
     job.finish(output, Stamp(3, 1))
     assert callers.told[left is not None :] == [(number, Stamp(3, 1)) for number in stays]
     assert sorted(callers.back) == list(range(len(rows))) and callers.over == [job]
     for number, part in enumerate(callers.parts):
-        assert not part.home.any() if number == left else torch.equal(part.home, 2 * part.hidden)
+        if number != left:
+            assert torch.equal(part.home, 2 * part.hidden)
+        elif not uploaded:  # else its memory was still lent when the answer went home
+            assert not part.home.any()
 
 
 SIZES = [(3,), (3, 40, 5), (1, 1, 1, 1), (MANY, 3, MANY)]
@@ -127,23 +136,80 @@ class _Header:
     jobs = ((7, 5),)
 
 
-def test_who_leaves_in_a_step_has_no_answer_written_and_its_memory_when_the_step_has_ended() -> None:
+def test_who_leaves_while_a_device_has_the_rows_has_its_memory_behind_that() -> None:
     callers = Callers((2, 3))
-    callers.together.take(by_step=True)
+    memory = callers.job.lent.memory  # type: ignore[union-attr]
+    assert memory.use()
     callers.together.leave(callers.parts[0], LEFT)
     callers.together.leave(callers.parts[0], LEFT)
     assert callers.told == [(0, LEFT)] and callers.back == []
     callers.job.finish(2 * joined_rows(callers.job), Stamp(3, 1))
-    assert callers.told[1:] == [(1, Stamp(3, 1))] and sorted(callers.back) == [0, 1]
+    assert callers.told[1:] == [(1, Stamp(3, 1))] and callers.back == []
+    memory.done()
+    assert sorted(callers.back) == [0, 1]
     assert not callers.parts[0].home.any() and callers.parts[1].home.any()
 
 
-def test_who_leaves_between_a_step_without_an_answer_and_the_next_has_its_memory_at_once() -> None:
+def test_who_leaves_while_nothing_has_the_rows_has_its_memory_at_once() -> None:
+    """Also behind a step without an answer, while the group forms again."""
     callers = Callers((2, 3))
-    callers.together.take(by_step=True)
-    callers.together.take(by_step=False)
+    memory = callers.job.lent.memory  # type: ignore[union-attr]
+    assert memory.use()
+    memory.done()
     callers.together.leave(callers.parts[0], LEFT)
     assert callers.back == [0] and not joined_rows(callers.job)[:2].any()
+
+
+def test_a_job_that_ends_twice_at_once_tells_each_caller_once() -> None:
+    """The lane is closed by one thread while another brings the answer home."""
+    callers = Callers((2, 3))
+
+    class Slow:
+        is_meta = False
+
+        def data_ptr(self) -> int:
+            return 0
+
+        def __getitem__(self, rows: slice) -> Tensor:
+            callers.job.fail(LEFT)
+            return torch.ones(rows.stop - rows.start, H)
+
+    callers.job.finish(Slow(), Stamp(3, 1))  # type: ignore[arg-type]
+    assert callers.told == [(0, Stamp(3, 1)), (1, Stamp(3, 1))]
+    assert callers.back == [0, 1] and callers.over == [callers.job] and callers.order == ["over"]
+
+
+def test_what_goes_wrong_with_one_caller_concerns_no_other() -> None:
+    callers = Callers((2, 3, 1))
+
+    def broken(outcome: object) -> None:
+        raise OSError("its words are gone")
+
+    callers.parts[0].tell = callers.parts[1].given_back = broken  # type: ignore[assignment]
+    callers.job.finish(2 * callers.whole(), Stamp(3, 1))
+    assert callers.told == [(1, Stamp(3, 1)), (2, Stamp(3, 1))] and callers.back == [0, 2]
+    assert callers.done == [0, 1, 2] and callers.order == ["over"]
+
+
+def test_the_lane_holds_the_job_no_more_when_callers_hear_of_its_end() -> None:
+    callers = Callers((2, 3))
+    held = list[int]()
+    callers.parts[0].tell = lambda outcome: held.append(len(callers.over))
+    callers.job.finish(2 * callers.whole(), Stamp(3, 1))
+    assert held == [1] and callers.order == ["over"]
+
+
+def test_a_job_that_has_ended_goes_without_a_collection() -> None:
+    callers = Callers((2, 3))
+    gc.disable()
+    try:
+        job = weakref.ref(callers.job)
+        callers.job.finish(2 * callers.whole(), Stamp(3, 1))
+        callers.over.clear()
+        del callers.job
+        assert job() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("rows", [(2,), (2, 3)])
@@ -170,3 +236,18 @@ def test_a_job_of_one_caller_has_its_rows_and_the_place_of_its_answer() -> None:
     assert callers.job.hidden is part.hidden and not callers.job.segments
     assert callers.job.lent is not None and callers.job.lent.home is part.home
     assert np.array_equal(callers.job.experts.numpy(), callers.together._ids)
+
+
+@pytest.mark.gpu(1)
+def test_threads_that_have_used_no_device_before_upload_rows() -> None:
+    """The second finds its device memory in torch's cache, and so calls nothing that gives it a context."""
+    transfers = Transfers(Engines("cuda:0"), 1 << 30)
+    for _ in range(3):
+        callers = Callers((MANY, 3))
+        with ThreadPoolExecutor(1) as thread:
+            upload = thread.submit(transfers.upload, callers.job).result()
+        assert upload is not None
+        upload.event.synchronize()
+        assert torch.equal(upload.rows.cpu(), callers.whole())
+        upload.release()
+        del upload

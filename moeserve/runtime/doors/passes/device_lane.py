@@ -81,7 +81,7 @@ class DeviceLane(HandedLane):
         """
         run = self._pass
         waits = run is None or (run.ends is None and all(one.refused == math.inf for one in run.stages))
-        return waits and super().rings
+        return waits and not self._waits and super().rings
 
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need not be looked at: while each stage has a step under way,
@@ -145,7 +145,10 @@ class DeviceLane(HandedLane):
         """Does what the caller's words ask for; whether there was anything."""
         run = self._pass
         if run is None:
-            return not self.detached and self._look_for_pass(now)
+            found = not self.detached and self._look_for_pass(now)
+            if found:
+                self._bell = 0  # the caller may have rung once for the pass and the rows of its first step
+            return found
         with self._lock:  # a step that ends changes all that is looked at here
             ending = run.ends is not None
             ends = run.ends or self._over(run, now)
@@ -153,6 +156,8 @@ class DeviceLane(HandedLane):
             begun = [] if self.held or ends is not None else there
             begun = [at for at in begun if self._open(run.layer(run.stages[at]))]
             self._waits = len(begun) < len(there)
+            for at in there:
+                run.stages[at].there = min(run.stages[at].there, now)
             for at in begun:
                 run.stages[at].busy = True
         if ends is not None:
@@ -179,6 +184,9 @@ class DeviceLane(HandedLane):
         for at, stage in enumerate(run.stages):
             if now - stage.refused > self._terms.answer:
                 return Status.LOST, f"overloaded: no room for stage {at} within {self._terms.answer:g} s"
+            if not stage.busy and now - stage.there > self._terms.answer:
+                layer, limit = run.layer(stage), f"{self._terms.answer:g} s"
+                return Status.LOST, f"overloaded: no step of layer {layer} for stage {at} within {limit}"
             if run.wants(stage) and run.late(stage, now, self._terms.patience) and not self._has_tag(run, at):
                 key = f"passes.patience_seconds = {self._terms.patience:g}"
                 text = f"late: stage {at} brought no rows of layer {run.layer(stage)} within {key}"
@@ -256,7 +264,7 @@ class DeviceLane(HandedLane):
         step = HostStep(
             (layer, run.version),
             known[1],
-            self.peer,
+            (self.peer, run.stages[at].there),
             lambda outcome: self._told(run, at, outcome),
             self._given_back,
         )
@@ -326,6 +334,7 @@ class DeviceLane(HandedLane):
             run.version = run.version or stamp.weights_version
         tag = tag_of(run.number, stage.steps)
         stage.steps, stage.since, stage.refused = stage.steps + 1, _now(), math.inf
+        stage.there = math.inf
         self.counts.steps += 1
         fence()
         self._out_words.write(head + m.TAG, tag)
@@ -346,7 +355,7 @@ class DeviceLane(HandedLane):
             busy = [stage for stage in run.stages if stage.busy]
             calls = [stage.call for stage in busy if stage.call is not None]
             if not busy and (run.done or self._quiet()):  # a step given up may be on a device still
-                self._pass = None
+                self._pass, self._bell = None, 0
                 self._tell(run.number, *run.ends)
         for call in calls:
             call.give_up()

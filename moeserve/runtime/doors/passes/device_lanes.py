@@ -276,7 +276,16 @@ class DeviceLanes:
             left = [attached.lane for attached in self._lanes.values()] + self._leaving
         for lane in left:
             lane.detach("the rank is stopping")
-            self._forget(lane)
+        until = time.monotonic() + CLOSE_SECONDS
+        while time.monotonic() < until and any(lane.in_pass for lane in left):
+            time.sleep(LONGEST_LOOK)
+            for lane in left:
+                self._looked(lane, time.monotonic())
+        for lane in left:
+            if lane.in_pass:  # a step may touch its memory
+                log.error("a device lane is kept: its pass did not end within %g s", CLOSE_SECONDS)
+            else:
+                self._forget(lane)
 
     def _look(self) -> None:
         swept = time.monotonic()

@@ -26,6 +26,7 @@ class Stage:
     busy: bool = False
     call: Call | None = None
     again: float = -math.inf  # not to be begun before
+    there: float = math.inf  # when rows of the step that is next were first seen
     refused: float = math.inf  # when the lane first had no room for the step that is next
 
 

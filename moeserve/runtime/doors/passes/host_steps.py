@@ -29,7 +29,7 @@ from moeserve.runtime.doors.request import check_ids
 from moeserve.runtime.errors import CallerLeft, GroupUnavailable
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.together import Part, Together
-from moeserve.runtime.step import Job, Stamp
+from moeserve.runtime.step import Stamp
 
 MOST_UNDER_WAY = 2
 """Jobs of one layer that a rank's lanes have under way: while one is computed another waits for its turn, and
@@ -76,14 +76,16 @@ class HostStep:
         self,
         wanted: tuple[int, int],
         places: Places,
-        peer: str,
+        caller: tuple[str, float],
         ended: Callable[[Outcome], None],
         given_back: Callable[[], None],
     ) -> None:
-        """wanted: the layer, and the version of its weights, 0 for any. peer: who its caller is. given_back:
-        called when neither the rank nor its device touches the lane's memory for it any more.
+        """wanted: the layer, and the version of its weights, 0 for any. caller: who it is, and since when its
+        rows are there, as far as was seen. given_back: called when neither the rank nor its device touches
+        the lane's memory for it any more.
         """
-        self.wanted, self.places, self.peer = wanted, places, peer
+        self.wanted, self.places = wanted, places
+        self.peer, self.since = caller
         self.left = False
         self.leave: Leave = _not_held
         self._ended, self._given_back = ended, given_back
@@ -105,12 +107,14 @@ class HostStep:
         self._together = together, part
         if self.left:
             self.give_up()
+        if not part.open:
+            self._together = None  # they would hold each other
 
     def give_up(self) -> None:
         """Ends it soon; its `ended` is called all the same."""
         self.left = True
-        if self._together is not None:  # else whoever begins it sees it
-            together, part = self._together
+        if (joined := self._together) is not None:  # else whoever begins it sees it
+            together, part = joined
             together.leave(part, CallerLeft("the pass ended before the answer was there"))
 
     def fail(self, error: Exception, observe: Observe) -> None:
@@ -121,17 +125,18 @@ class HostStep:
 
     def _tell(self, told: Stamp | Exception) -> None:
         """Its caller hears of its end."""
+        self._took, self._together = time.perf_counter() - self._started, None
+        outcome: Outcome
         if isinstance(told, Stamp):
-            self._ended(told)
+            outcome = told
         else:
             status = status_of(told)
-            self._code = status.code
-            self._ended(status.as_message())
-        self._took = time.perf_counter() - self._started
+            self._code, outcome = status.code, status.as_message()
+        self.leave(self._code)
+        self._ended(outcome)
 
     def _done(self, observe: Observe) -> None:
-        """Counts it, and what it held: callers who were answered with it have heard of that."""
-        self.leave(self._code)
+        """Counts it: callers who were answered with it have heard of that."""
         observe(METHOD, "shared_memory", self._code, self._took)
 
 
@@ -178,20 +183,19 @@ class HostSteps:
         if not self._found:
             return
         found, self._found = self._found, []
-        deadline = time.monotonic() + self._seconds
-        ready = [step for step in found if self._let_in(step, deadline)]
+        ready = [step for step in found if self._let_in(step)]
         for wanted in dict.fromkeys(step.wanted for step in ready):
             for some in self._parted([step for step in ready if step.wanted == wanted]):
-                self._submit(wanted, some, deadline)
+                self._submit(wanted, some)
 
-    def _let_in(self, step: HostStep, deadline: float) -> bool:
+    def _let_in(self, step: HostStep) -> bool:
         """Whether a step may begin; it has ended where not."""
         try:
             if step.left:
                 raise CallerLeft("the pass ended before its step began")
             if why := self._stopping():
                 raise GroupUnavailable(why)
-            step.leave = self._admission().enter(step.peer, step.rows, deadline)
+            step.leave = self._admission().enter(step.peer, step.rows, step.since + self._seconds)
         except Exception as error:
             step.fail(error, self._observe)
             return False
@@ -208,20 +212,19 @@ class HostSteps:
             rows += step.rows
         yield some
 
-    def _submit(self, wanted: tuple[int, int], steps: Sequence[HostStep], deadline: float) -> None:
+    def _submit(self, wanted: tuple[int, int], steps: Sequence[HostStep]) -> None:
         steps, choice = self._chosen(steps)
         if not steps:
             return
-        layer = wanted[0]
+        layer, deadline = wanted[0], min(step.since for step in steps) + self._seconds
         self._count(layer, 1)
 
-        def over(job: Job) -> None:
-            self._lane.forget(job)
+        def over() -> None:
             self._count(layer, -1)
             self.ended()
 
         parts = [step.part(self._observe) for step in steps]
-        together = Together(parts, choice, over)
+        together = Together(parts, choice, self._lane.forget, over)
         try:
             self._lane.submit_together(together, wanted, deadline, steps[0].places.reached)
         except Exception as error:

@@ -43,6 +43,7 @@ class Lane:
         self.hold_seconds = 30.0  # at most, while the group comes together again (`members.hold_seconds`)
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
+        self._callers = 0  # of these jobs
         self._numbers = itertools.count(1)
         self._refusals = 0  # since a call was last taken
         self._lock = threading.Lock()
@@ -55,8 +56,8 @@ class Lane:
 
     @property
     def in_flight(self) -> int:
-        """How many jobs the lane holds now."""
-        return len(self._jobs)
+        """How many callers' rows the lane holds now."""
+        return self._callers
 
     @property
     def closed(self) -> str | None:
@@ -82,8 +83,6 @@ class Lane:
         for job in held:
             if job.upload is not None and job.upload.claimed:
                 job.upload = None  # by a step that gave no answer; the rows are still the caller's
-            if job.several is not None:
-                job.several.take(by_step=False)
             if not job.over:
                 self._announce(job, generation)
 
@@ -144,7 +143,7 @@ class Lane:
         """Takes no job from now on; returns those that it held. The caller holds the lock."""
         self._closed, self._generation = reason, None
         self._held += 1
-        jobs, self._jobs = list(self._jobs.values()), {}
+        jobs, self._jobs, self._callers = list(self._jobs.values()), {}, 0
         return jobs
 
     def submit(self, batch: LaneBatch, ended: Callable[[LaneCall], None] = lambda call: None) -> LaneCall:
@@ -210,8 +209,7 @@ class Lane:
 
     def forget(self, job: Job) -> None:
         """Holds a job no more that was started together with others and has ended."""
-        with self._lock:
-            held = self._jobs.pop(job.number, None) is not None
+        held = self._drop([job])
         self._retire([job])
         if held and job.output is None:  # a step that has it, if any, is done with it
             self.withdraw([job.number])
@@ -221,16 +219,16 @@ class Lane:
         with self._lock:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)
-            if len(self._jobs) + len(jobs) > self._queue_limit:
-                text = (
-                    f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
-                )
+            callers = sum(job.callers for job in jobs)
+            if self._callers + callers > self._queue_limit:
+                text = f"lane {self.number} holds {self._callers} jobs and takes {self._queue_limit} at most"
                 self._refusals += 1
                 raise LaneFull(text, pushback(self._refusals))
             self._refusals = 0
             if not self._jobs and self._generation is not None:
                 self._unserved_since = None  # nobody has waited since the group serves again
             self._jobs.update({job.number: job for job in jobs})
+            self._callers += callers
             return self._generation
 
     def _announce(self, job: Job, generation: int) -> None:
@@ -276,9 +274,6 @@ class Lane:
         with self._lock:
             self._unserved_since = None
             jobs = [self._jobs.get(number) for number, _ in named]
-        for job in jobs:
-            if job is not None and job.several is not None:
-                job.several.take(by_step=True)
         return [None if job is None or not _claimed(job) else job for job in jobs]
 
     def wait_for_layers(self, layers: Collection[int]) -> None:
@@ -308,10 +303,15 @@ class Lane:
 
     def _forget(self, call: LaneCall) -> None:
         """Holds a call's jobs no more; withdraws those without an answer."""
-        with self._lock:
-            held = [job for job in call.jobs if self._jobs.pop(job.number, None) is not None]
-        if left := [job.number for job in held if not job.over]:
+        if left := [job.number for job in self._drop(call.jobs) if not job.over]:
             self.withdraw(left)
+
+    def _drop(self, jobs: Sequence[Job]) -> list[Job]:
+        """Holds jobs no more; those that it held."""
+        with self._lock:
+            held = [job for job in jobs if self._jobs.pop(job.number, None) is not None]
+            self._callers -= sum(job.callers for job in held)
+        return held
 
 
 def _claimed(job: Job) -> bool:

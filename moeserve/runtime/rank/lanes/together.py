@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from numpy import int32
@@ -14,6 +16,8 @@ from torch import Tensor
 from moeserve.experts.placement import EMPTY
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.step import CallerMemory, Job, Lent, Segment, Stamp
+
+log = logging.getLogger(__name__)
 
 Outcome = Stamp | Exception
 """How a caller's rows ended: answered, or not."""
@@ -45,16 +49,20 @@ class Together:
     """Safe from any thread. `job` makes the job; before, nothing can end."""
 
     def __init__(
-        self, parts: Sequence[Part], choice: tuple[NDArray[int32], Tensor], over: Callable[[Job], None]
+        self,
+        parts: Sequence[Part],
+        choice: tuple[NDArray[int32], Tensor],
+        ended: Callable[[Job], None],
+        over: Callable[[], None],
     ) -> None:
         """choice: ids `[T, K]` int32 and weights `[T, K]` float32 of all rows, in the order of the parts.
-        over: called when the job has ended, and all were told.
+        ended: called when the job has ended, before anybody is told, and `over` when all were told.
         """
-        self.parts, self._over = tuple(parts), over
+        self.parts, self._before, self._over = tuple(parts), ended, over
         self._ids, self._weights = choice
         self._job: Job | None = None
         self._memory = CallerMemory(self._give_back)
-        self._taken = False  # by a step
+        self._done = False
         self._lock = threading.Lock()
 
     @property
@@ -67,7 +75,7 @@ class Together:
         the device reads their rows, and writes their answers, in place.
         """
         first, several = self.parts[0], len(self.parts) > 1
-        hidden = _shape(self.rows, first.hidden) if several else first.hidden
+        hidden = _shape(self.rows, first.hidden.shape[1], first.hidden.dtype) if several else first.hidden
         home = first.home if reached[1] and not several else None
         layer, version = what
         self._job = Job(
@@ -84,26 +92,32 @@ class Together:
         )
         return self._job
 
-    def take(self, *, by_step: bool) -> None:
-        """Notes that a step has the rows, or no more: whoever leaves meanwhile has its memory kept."""
-        with self._lock:
-            self._taken = by_step
+    @property
+    def callers(self) -> int:
+        """How many there were."""
+        return len(self.parts)
 
     @property
-    def segments(self) -> Iterator[Segment]:
-        """Where the rows lie that are still there, and where their answers go."""
-        at = 0
-        for part in self.parts:
-            if part.lent:
-                yield Segment(at, part.hidden, part.home)
-            at += part.rows
+    def segments(self) -> list[Segment]:
+        """Where the rows lie that are still there, and where their answers go. Whoever touches them has said
+        so before (`Job.lent.memory.use`): then their memory is not given back meanwhile.
+        """
+        found, at = list[Segment](), 0
+        with self._lock:
+            for part in self.parts:
+                if part.lent:
+                    found.append(Segment(at, part.hidden, part.home))
+                at += part.rows
+        return found
 
     def leave(self, part: Part, error: Exception) -> None:
-        """Ends one part with `error`, unless it has ended; the others go on."""
+        """Ends one part with `error`, unless it has ended; the others go on. Its memory is given back at once
+        where nothing touches the rows of the job, and when nothing does any more else.
+        """
         with self._lock:
             if not part.open:
                 return
-            part.open, free = False, not self._taken
+            part.open, free, job = False, part.lent and self._memory.idle, self._job
             if free:
                 at = sum(one.rows for one in self.parts[: self.parts.index(part)])
                 self._ids[at : at + part.rows] = EMPTY
@@ -111,29 +125,36 @@ class Together:
             last = not any(one.open for one in self.parts)
         if free:
             part.given_back()
-        part.tell(error)
-        part.done()
-        if last and free and self._job is not None:
-            self._job.fail(error)
+        _each([part], lambda one: one.tell(error))
+        _each([part], lambda one: one.done())
+        if last and job is not None:
+            job.fail(error)
 
     def _ended(self, job: Job) -> None:
         """The job was answered or has failed."""
         with self._lock:
+            if self._done:
+                return
+            self._done = True
             left = [part for part in self.parts if part.open]
             for part in left:
                 part.open = False
         outcome: Outcome = job.error or (
             job.stamp if job.output is not None else GroupUnavailable("the step gave no answer")
         )
-        if job.output is not None and not isinstance(outcome, Exception):
-            self._bring_home(job.output, left)
+        try:
+            if job.output is not None and not isinstance(outcome, Exception):
+                self._bring_home(job.output, left)
+        except Exception as error:
+            log.exception("the answer of a step cannot be brought to its callers")
+            outcome = error
         job.disown()
+        self._before(job)
         self._memory.done()
-        for part in left:
-            part.tell(outcome)
-        for part in left:
-            part.done()
-        self._over(job)
+        _each(left, lambda part: part.tell(outcome))
+        _each(left, lambda part: part.done())
+        self._job = job.several = None  # which hold each other
+        self._over()
 
     def _bring_home(self, output: Tensor, parts: Sequence[Part]) -> None:
         """Copies the answers that do not lie where they are wanted."""
@@ -150,10 +171,19 @@ class Together:
             lent = [part for part in self.parts if part.lent]
             for part in lent:
                 part.lent = False
-        for part in lent:
-            part.given_back()
+        _each(lent, lambda part: part.given_back())
 
 
-def _shape(rows: int, like: Tensor) -> Tensor:
+def _each(parts: Sequence[Part], act: Callable[[Part], None]) -> None:
+    """Does so for each; what goes wrong with one concerns no other."""
+    for part in parts:
+        try:
+            act(part)
+        except Exception:
+            log.exception("a caller's part of a step could not be ended")
+
+
+@lru_cache(maxsize=64)
+def _shape(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     """What rows of several places look like together, without any."""
-    return torch.empty((rows, like.shape[1]), dtype=like.dtype, device="meta")
+    return torch.empty((rows, hidden), dtype=dtype, device="meta")

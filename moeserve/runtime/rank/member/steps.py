@@ -56,6 +56,7 @@ class _Launched:
     generation: int
     stamp: Stamp
     parts: Parts
+    callers: int  # whose rows the jobs have
     flight: InFlight
     phases: Phases
     started: float  # time.monotonic() seconds
@@ -104,8 +105,9 @@ class MemberSteps:
         parts = self._taken(header, version)
         flight, phases = self._launch(header, parts)
         stamp, lasted = Stamp(header.epoch, version), time.monotonic() - started
-        launched = _Launched(header, generation, stamp, parts, flight, phases, started, lasted)
-        if self._answers_itself(parts):
+        callers = sum(1 if job is None else job.callers for _, job in parts)
+        launched = _Launched(header, generation, stamp, parts, callers, flight, phases, started, lasted)
+        if self._answers_itself(launched):
             self._finish(launched)
             if self._rank.device != "cpu" and self.another():
                 self._apart = 0  # it came while this thread waited for the device
@@ -113,14 +115,14 @@ class MemberSteps:
             self._put(launched)
         self.report_if_due(generation)
 
-    def _answers_itself(self, parts: Parts) -> bool:
+    def _answers_itself(self, launched: _Launched) -> bool:
         """Whether the thread of the steps finishes this one: nobody else's step waits for it meanwhile."""
-        if len(parts) > 1 or not self._finishing.idle:
+        if len(launched.parts) > 1 or not self._finishing.idle:
             return False
         if self._rank.device == "cpu":
             return True
-        others = self._lane is not None and self._lane.in_flight > len(parts)
-        return self._apart >= APART_STEPS and not others and not self.another()
+        callers = 0 if self._lane is None else max(self._lane.in_flight, launched.callers)
+        return self._apart >= APART_STEPS and callers <= 1 and not self.another()
 
     def _put(self, launched: _Launched) -> None:
         """Has the step finished after those before it. Raises TimeoutError where they do not end."""
@@ -236,7 +238,15 @@ class MemberSteps:
         rows = sum(size for size, _ in parts)
         self._observe(
             StepRecord(
-                header.number, header.layer, len(parts), rows, wait, phases, late, launched.lasted, reply
+                header.number,
+                header.layer,
+                launched.callers,
+                rows,
+                wait,
+                phases,
+                late,
+                launched.lasted,
+                reply,
             )
         )
 

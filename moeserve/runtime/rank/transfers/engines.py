@@ -26,11 +26,20 @@ class Engines:
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._index = self._up.device_index
+        self._context = _current_context()
         self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
 
     def use(self) -> None:
-        """Makes the device this thread's current one."""
+        """Makes the device this thread's current one, for calls of the driver, too: torch does nothing where
+        it takes that for granted.
+        """
         torch.cuda.set_device(self.device)
+        if status := _driver().cuCtxSetCurrent(self._context):
+            raise RuntimeError(f"{self.device} cannot be used: cuCtxSetCurrent: CUDA error {status}")
+
+    def settle(self) -> None:
+        """Returns when all uploads that were queued so far have ended."""
+        self._up.synchronize()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the engines read and write; it is not given out again while they do."""
@@ -64,10 +73,12 @@ class Engines:
         """Queues copies on the current stream, between memory of the device and memory of the host that is
         registered or pinned. Raises RuntimeError where the driver refuses one.
 
-        The calling thread keeps the interpreter, which torch gives up for each copy and each view: where
-        others want it, too, to get it back takes many times as long as the driver's call.
+        The calling thread has called `use`, or launched work before. It keeps the interpreter, which torch
+        gives up for each copy and each view: where others want it, too, to get it back takes many times as
+        long as the driver's call. torch does not know of these copies: whoever asks for one keeps pinned
+        memory until it has ended.
         """
-        queue, stream = _queue_copy(), self._current.cuda_stream
+        queue, stream = _driver().cuMemcpyAsync, self._current.cuda_stream
         for into, source, nbytes in copies:
             if status := queue(into, source, nbytes, stream):
                 raise RuntimeError(f"{nbytes} bytes cannot be copied: cuMemcpyAsync: CUDA error {status}")
@@ -101,6 +112,9 @@ class HostEngines(Engines):
     def use(self) -> None:
         """Does nothing."""
 
+    def settle(self) -> None:
+        """Does nothing."""
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Plain host memory."""
         return torch.empty(shape, dtype=dtype)
@@ -130,11 +144,22 @@ class HostEngines(Engines):
 
 
 @cache
-def _queue_copy() -> Any:
-    """The driver's call, for which ctypes does not give the interpreter up. torch has loaded the driver."""
-    call = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
-    call.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
-    return call
+def _driver() -> Any:
+    """The driver, for whose calls ctypes does not give the interpreter up. torch has loaded it."""
+    found = ctypes.PyDLL("libcuda.so.1")
+    found.cuMemcpyAsync.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    found.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
+    return found
+
+
+def _current_context() -> int:
+    """The driver's context of the calling thread, which has made something on the device."""
+    found = ctypes.c_void_p()
+    if status := _driver().cuCtxGetCurrent(ctypes.byref(found)):
+        raise RuntimeError(f"the thread's context is unknown: cuCtxGetCurrent: CUDA error {status}")
+    if not found.value:
+        raise RuntimeError("this thread has no context of a device")
+    return found.value
 
 
 class Passed:

@@ -108,6 +108,7 @@ class Transfers:
             release()
             return None
         except BaseException:
+            engines.settle()  # some of the rows may be on their way
             release()
             raise
 
@@ -267,7 +268,7 @@ class Transfers:
                 yield home
             elif large:
                 alone = self.engines.pinned((rows, answer.shape[1]), answer.dtype)
-                self._copy(alone, (answer, here.start), to_host=True)
+                alone.copy_(answer[here], non_blocking=True)
                 yield alone
             else:
                 if shared is None:
@@ -282,7 +283,7 @@ class Transfers:
         lent = job.lent
         if lent is None or not lent.memory.use():
             alone = self.engines.pinned((here.stop - here.start, answer.shape[1]), answer.dtype)
-            self._copy(alone, (answer, here.start), to_host=True)
+            alone.copy_(answer[here], non_blocking=True)
             return alone
         self._uses.append(lent.memory.done)
         first, row = answer.data_ptr(), answer.shape[1] * answer.itemsize
