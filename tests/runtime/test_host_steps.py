@@ -417,6 +417,7 @@ def test_rows_that_wait_for_another_step_to_end_are_looked_at_and_are_lost_in_th
         assert caller.lane.stirs(now) and caller.lane.look(now) and not caller.lane.rings
     assert caller.look(later=10.0)
     assert caller.ended == (Status.LOST, "overloaded: no step of layer 3 for stage 0 within 9 s")
+    assert caller.lane.rings, "the next pass rings"
     room.ranked.step()
 
 

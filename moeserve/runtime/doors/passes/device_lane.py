@@ -127,7 +127,7 @@ class DeviceLane(HandedLane):
             run = self._pass
             if run is not None and (run.ends is not None or any(stage.busy for stage in run.stages)):
                 return None
-            self._pass = None
+            self._pass, self._waits = None, False
         return self._last, None if run is None else run.between()
 
     def detach(self, why: str) -> None:
@@ -355,7 +355,7 @@ class DeviceLane(HandedLane):
             busy = [stage for stage in run.stages if stage.busy]
             calls = [stage.call for stage in busy if stage.call is not None]
             if not busy and (run.done or self._quiet()):  # a step given up may be on a device still
-                self._pass, self._bell = None, 0
+                self._pass, self._bell, self._waits = None, 0, False
                 self._tell(run.number, *run.ends)
         for call in calls:
             call.give_up()
