@@ -203,11 +203,11 @@ def test_a_job_that_has_ended_goes_without_a_collection() -> None:
     callers = Callers((2, 3))
     gc.disable()
     try:
-        job = weakref.ref(callers.job)
+        job, together = weakref.ref(callers.job), weakref.ref(callers.together)
         callers.job.finish(2 * callers.whole(), Stamp(3, 1))
         callers.over.clear()
-        del callers.job
-        assert job() is None
+        del callers.job, callers.together
+        assert job() is None and together() is None
     finally:
         gc.enable()
 
