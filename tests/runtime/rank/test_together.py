@@ -251,3 +251,13 @@ def test_threads_that_have_used_no_device_before_upload_rows() -> None:
         assert torch.equal(upload.rows.cpu(), callers.whole())
         upload.release()
         del upload
+
+
+def test_an_answer_that_is_not_dense_comes_home_right() -> None:
+    callers, transfers = Callers((3, 40, 5)), Transfers(HostEngines(), 1 << 30)
+    room = StepRoom.of(torch.zeros(48, H), K)
+    kept = transfers.gather(room, [(48, callers.job)])
+    wide = torch.zeros(48, 2 * H)
+    wide[:, ::2] = 2 * room.rows.hidden
+    transfers.fetch(wide[:, ::2], [(48, callers.job)], kept)
+    assert all(torch.equal(part.home, 2 * part.hidden) for part in callers.parts)

@@ -228,6 +228,7 @@ class Transfers:
         Large parts go to a caller's registered memory at once; the others through pinned memory. Where it
         raises, `abandoned` has to follow.
         """
+        answer = answer if answer.is_contiguous() else answer.contiguous()  # copies take rows by their places
         aside = answer.nbytes >= ASIDE_BYTES
         with self.engines.downloading() if aside else nullcontext():
             outputs = list(self._fetched(answer, parts))
