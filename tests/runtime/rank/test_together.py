@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -103,25 +103,19 @@ def check(engines: Engines, rows: Sequence[int], left: int | None) -> None:
 
 
 SIZES = [(3,), (3, 40, 5), (1, 1, 1, 1), (MANY, 3, MANY)]
+LEAVES = [(rows, left) for rows in SIZES for left in (None, 1) if left is None or left < len(rows)]
 
 
-@pytest.mark.parametrize("rows", SIZES)
-@pytest.mark.parametrize("left", [None, 1])
+@pytest.mark.parametrize(
+    "engines",
+    [HostEngines, pytest.param(lambda: Engines("cuda:0"), marks=pytest.mark.gpu(1))],
+    ids=["host", "device"],
+)
+@pytest.mark.parametrize(("rows", "left"), LEAVES)
 def test_rows_go_to_one_step_and_answers_home_each_to_its_place(
-    rows: Sequence[int], left: int | None
+    engines: Callable[[], Engines], rows: Sequence[int], left: int | None
 ) -> None:
-    if left is None or left < len(rows):
-        check(HostEngines(), rows, left)
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("rows", SIZES)
-@pytest.mark.parametrize("left", [None, 1])
-def test_rows_go_to_one_step_and_answers_home_each_to_its_place_on_a_device(
-    rows: Sequence[int], left: int | None
-) -> None:
-    if left is None or left < len(rows):
-        check(Engines("cuda:0"), rows, left)
+    check(engines(), rows, left)
 
 
 def test_a_step_on_the_host_has_the_rows_of_all_and_brings_answers_home() -> None:
@@ -219,6 +213,16 @@ def test_the_job_ends_when_all_have_left_and_no_step_has_it(rows: Sequence[int])
         callers.together.leave(part, LEFT)
     assert callers.job.error is LEFT and callers.over == [callers.job]
     assert sorted(callers.back) == list(range(len(rows))) == [number for number, _ in callers.told]
+
+
+def test_the_memory_of_one_caller_alone_cannot_be_taken_into_use_once_it_was_given_back() -> None:
+    """A step may have taken the job before its caller left, and touches the memory only behind that."""
+    callers = Callers((2,))
+    used = list[bool]()
+    memory = callers.job.lent.memory  # type: ignore[union-attr]
+    callers.parts[0].given_back = lambda: used.append(memory.use())
+    callers.together.leave(callers.parts[0], LEFT)
+    assert used == [False] and callers.told == [(0, LEFT)] and callers.over == [callers.job]
 
 
 def test_a_job_that_fails_tells_all_who_are_there_once() -> None:

@@ -24,6 +24,7 @@ from moeserve.runtime.doors.passes.announced import (
 )
 from moeserve.runtime.doors.passes.host_pass import Call, HostPass, Stage
 from moeserve.runtime.doors.passes.host_steps import HostStep, HostSteps, Outcome, Places
+from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.step import Stamp
 
@@ -32,9 +33,6 @@ SOON_SECONDS = 0.0005
 
 INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 3, 5, 8
 """Codes of gRPC's statuses."""
-
-LONGEST_REST = 0.002
-"""Seconds for which a lane is not looked at whose caller has not rung."""
 
 WRONG = (
     (INVALID_ARGUMENT, "bad_tensor"),
@@ -103,7 +101,7 @@ class DeviceLane(HandedLane):
         if (
             bell
             and bell == self._bell
-            and now < self._looked + LONGEST_REST
+            and now < self._looked + LONGEST_LOOK
             and not self._waits
             and self.rings
         ):

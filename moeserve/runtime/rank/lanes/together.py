@@ -112,12 +112,14 @@ class Together:
 
     def leave(self, part: Part, error: Exception) -> None:
         """Ends one part with `error`, unless it has ended; the others go on. Its memory is given back at once
-        where nothing touches the rows of the job, and when nothing does any more else.
+        where nothing touches the rows of the job, and when nothing does any more else. Whoever is about to
+        touch those of several callers asks for `segments` behind that; one caller's memory goes with its job.
         """
         with self._lock:
             if not part.open:
                 return
-            part.open, free, job = False, part.lent and self._memory.idle, self._job
+            several = len(self.parts) > 1
+            part.open, free, job = False, several and part.lent and self._memory.idle, self._job
             if free:
                 at = sum(one.rows for one in self.parts[: self.parts.index(part)])
                 self._ids[at : at + part.rows] = EMPTY
@@ -125,10 +127,10 @@ class Together:
             last = not any(one.open for one in self.parts)
         if free:
             part.given_back()
+        if last and job is not None:
+            job.fail(error)  # before its caller hears of it: the lane holds nothing any more
         _each([part], lambda one: one.tell(error))
         _each([part], lambda one: one.done())
-        if last and job is not None:
-            job.fail(error)
 
     def _ended(self, job: Job) -> None:
         """The job was answered or has failed."""
