@@ -170,7 +170,9 @@ def test_a_header_that_changes_all_the_time_brings_no_rows_of_others(
             for count in counts:
                 pair.word(pair.words.header(0) + m.COUNT).copy_(count, non_blocking=True)
     flips = graph
-    for _ in range(100):
+    for round_ in range(1000):  # on some hosts a launch takes longer than the copies, and sees their last
+        if round_ >= 100 and seen == {few, many}:
+            break
         assert one(other, theirs) == Told(0, (1,), 1), "these are what is left in the room"
         told = one(pair, batch)
         assert told.ended in (0, REFUSED), told
