@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moeserve.runtime.doors.calls.callers import Caller, Callers
@@ -43,7 +43,9 @@ class RowLimits:
 
 
 @dataclass(eq=False)
-class _Held:
+class Held:
+    """A call that was let in."""
+
     caller: Caller
     rows: int
     ahead: int  # rows that are served before, also those that came later, and its own
@@ -79,7 +81,7 @@ class RowAdmission:
         self._slack = Slack()
         self._largest = 0  # rows of a call that has ended
         self._callers = Callers()
-        self._held: dict[_Held, None] = {}  # the oldest first
+        self._held: dict[Held, None] = {}  # the oldest first
         self._rows = 0
         # urgency and rows of those held since there was none, at most
         self._latest, self._widest = -math.inf, 0
@@ -118,41 +120,59 @@ class RowAdmission:
         Returns what ends it, to be called once with the code that it ended with. Raises LaneFull with the
         time to come back after.
         """
+        (held,) = self.enter_all([(peer, rows, deadline)])
+        if isinstance(held, LaneFull):
+            raise held
+        return lambda code: self.leave_all([held], code)
+
+    def enter_all(self, calls: Sequence[tuple[str, int, float]]) -> list[Held | LaneFull]:
+        """Lets in calls one after the other, each as `enter` does. Returns of each what `leave_all` takes, or
+        how it is refused.
+        """
         now = self._clock()
         with self._lock:
-            caller = self._callers.of(peer)
-            urgency = min(deadline, now + self.limits.due)
-            ahead, own, known = self._before(caller, rows, urgency)
-            seconds = HEADROOM * min(deadline - now, self.limits.seconds)
-            why = self._why_not(caller, _Asked(rows, ahead, own, known, seconds))
-            if why:
-                raise LaneFull(why, self._callers.refuse(caller, now))
-            if self._latest > urgency:
-                for other in self._held:
-                    if other.urgency > urgency:
-                        other.ahead += rows
-            if not self._held:
-                self._latest, self._widest = -math.inf, 0
-            self._latest, self._widest = max(self._latest, urgency), max(self._widest, rows)
-            held = _Held(caller, rows, ahead, urgency, now, seconds)
-            self._held[held] = None
-            self._rows += rows
-            self._callers.enter(caller, rows)
+            return [self._entered(now, *call) for call in calls]
 
-        def leave(code: str) -> None:
-            now = self._clock()
-            with self._lock:
-                del self._held[held]
-                self._rows -= rows
-                self._callers.leave(caller, rows, now)
-                if code in MEASURED:
-                    self._largest = max(self._largest, rows)
-                    took = now - held.entered
-                    self._pace.note(held.ahead, took, now, ended=code == "OK")
-                    self._slack.note(held.ahead, took, held.seconds, now)
-                self._callers.forget(MOST_CALLERS, now)
+    def leave_all(self, calls: Iterable[Held], code: str) -> None:
+        """Calls have ended with a code; of one that had ended before nothing is noted."""
+        now = self._clock()
+        with self._lock:
+            for held in calls:
+                if self._held.pop(held, held) is None:
+                    self._left(held, code, now)
+            self._callers.forget(MOST_CALLERS, now)
 
-        return leave
+    def _entered(self, now: float, peer: str, rows: int, deadline: float) -> Held | LaneFull:
+        """The lock is held."""
+        caller = self._callers.of(peer)
+        urgency = min(deadline, now + self.limits.due)
+        ahead, own, known = self._before(caller, rows, urgency)
+        seconds = HEADROOM * min(deadline - now, self.limits.seconds)
+        why = self._why_not(caller, _Asked(rows, ahead, own, known, seconds), now)
+        if why:
+            return LaneFull(why, self._callers.refuse(caller, now))
+        if self._latest > urgency:
+            for other in self._held:
+                if other.urgency > urgency:
+                    other.ahead += rows
+        if not self._held:
+            self._latest, self._widest = -math.inf, 0
+        self._latest, self._widest = max(self._latest, urgency), max(self._widest, rows)
+        held = Held(caller, rows, ahead, urgency, now, seconds)
+        self._held[held] = None
+        self._rows += rows
+        self._callers.enter(caller, rows)
+        return held
+
+    def _left(self, held: Held, code: str, now: float) -> None:
+        """The lock is held."""
+        self._rows -= held.rows
+        self._callers.leave(held.caller, held.rows, now)
+        if code in MEASURED:
+            self._largest = max(self._largest, held.rows)
+            took = now - held.entered
+            self._pace.note(held.ahead, took, now, ended=code == "OK")
+            self._slack.note(held.ahead, took, held.seconds, now)
 
     def _before(self, caller: Caller, rows: int, urgency: float) -> tuple[int, int, float]:
         """Rows that would be served before a call ends, its own with them; how many of these are its
@@ -165,11 +185,11 @@ class RowAdmission:
         own = rows + sum(held.rows for held in before if held.caller is caller)
         return ahead, own, self._known(rows) + sum(self._known(held.rows) for held in before)
 
-    def _why_not(self, caller: Caller, asked: _Asked) -> str:
+    def _why_not(self, caller: Caller, asked: _Asked, now: float) -> str:
         """Why a call is not let in now; empty where it is."""
         if not self._rows:
             return ""
-        now, most = self._clock(), self.limits.rows
+        most = self.limits.rows
         if self._rows + asked.rows > most:
             held = f"{self._rows} are under way, and server.max_held_rows is {most}"
             return f"{asked.rows} rows do not fit: {held}"

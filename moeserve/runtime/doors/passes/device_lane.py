@@ -63,6 +63,7 @@ class DeviceLane(HandedLane):
         self._lent = 0  # steps for which the rank may touch its memory
         self._bell, self._looked = 0, -math.inf  # BELL at the last look, and when that was
         self._waits = False  # rows are there of a step that could not begin then
+        self._tries = False  # a step is to be tried again, or the end of a pass that was given up is to be seen
         self._pass: HostPass | None = None
         self._lock = threading.Lock()
 
@@ -74,12 +75,8 @@ class DeviceLane(HandedLane):
 
     @property
     def rings(self) -> bool:
-        """Whether its caller says when there is something to look at; nobody does of a step that is to be
-        tried again, nor of the end of one that was given up.
-        """
-        run = self._pass
-        waits = run is None or (run.ends is None and all(one.refused == math.inf for one in run.stages))
-        return waits and not self._waits and super().rings
+        """Whether its caller says when there is something to look at."""
+        return not self._waits and not self._tries and super().rings
 
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need not be looked at: while each stage has a step under way,
@@ -97,14 +94,8 @@ class DeviceLane(HandedLane):
         """Whether there may be something to look at; of a caller that rings there is none until it does, but
         for what takes too long.
         """
-        bell = self._box[m.BELL]
-        if (
-            bell
-            and bell == self._bell
-            and now < self._looked + LONGEST_LOOK
-            and not self._waits
-            and self.rings
-        ):
+        bell, waits = self._box[m.BELL], self._waits or self._tries
+        if bell and bell == self._bell and now < self._looked + LONGEST_LOOK and not waits:
             return False
         self._bell, self._looked = bell, now
         return True
@@ -125,7 +116,7 @@ class DeviceLane(HandedLane):
             run = self._pass
             if run is not None and (run.ends is not None or any(stage.busy for stage in run.stages)):
                 return None
-            self._pass, self._waits = None, False
+            self._pass, self._waits, self._tries = None, False, False
         return self._last, None if run is None else run.between()
 
     def detach(self, why: str) -> None:
@@ -229,7 +220,7 @@ class DeviceLane(HandedLane):
             self._run(run, at, (layer, count, kind))
             return
         with self._lock:
-            stage.busy = False
+            stage.busy, self._tries = False, True
             run.ends = run.ends or (Status.REFUSED, f"bad_step: {text}")
         self._conclude(run)
 
@@ -310,7 +301,10 @@ class DeviceLane(HandedLane):
             self.stirred_at = _now()
             if run.ends is None:
                 self._count(run, at, outcome)
-        self._conclude(run)
+            ends = run.ends is not None
+            self._tries = ends or any(one.refused < math.inf for one in run.stages)
+        if ends:
+            self._conclude(run)
 
     def _count(self, run: HostPass, at: int, outcome: Outcome) -> None:
         """Notes how a step of a pass that runs has ended; the lock is held."""
@@ -340,7 +334,7 @@ class DeviceLane(HandedLane):
     def _end(self, run: HostPass, status: Status, text: str) -> None:
         """Ends a pass, unless it ends already."""
         with self._lock:
-            run.ends = run.ends or (status, text)
+            run.ends, self._tries = run.ends or (status, text), True
         self._conclude(run)
 
     def _conclude(self, run: HostPass) -> None:
@@ -353,7 +347,7 @@ class DeviceLane(HandedLane):
             busy = [stage for stage in run.stages if stage.busy]
             calls = [stage.call for stage in busy if stage.call is not None]
             if not busy and (run.done or self._quiet()):  # a step given up may be on a device still
-                self._pass, self._bell, self._waits = None, 0, False
+                self._pass, self._bell, self._waits, self._tries = None, 0, False, False
                 self._tell(run.number, *run.ends)
         for call in calls:
             call.give_up()

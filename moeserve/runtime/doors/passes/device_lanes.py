@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -41,10 +41,12 @@ its caller's attention.
 """
 
 NOTE_SECONDS = 0.001
-"""After which it is noted again who wants steps, where several lanes are attached and none of them stirs."""
+"""After which it is noted again who wants steps, where several lanes are attached and none wants another."""
 
-LOOK_SHARE = 2.0
-"""Between two looks at several lanes, of the time that the last one took."""
+LOOK_SHARE, IDLE_SHARE = 2.0, 8.0
+"""Between two looks at several lanes, of the time that the last one took: where there was something to look
+at, and where there was nothing.
+"""
 
 CLOSE_SECONDS = 5.0
 """Within which the thread has to end."""
@@ -232,9 +234,9 @@ class DeviceLanes:
 
     def _company(self, lane: AnnouncedLane) -> Company:
         """Who but this lane's caller wants steps, as of the last look."""
-        if self._calls or any(one is not lane for one in self._hosts):
+        if self._calls or _others(self._hosts, lane):
             return Company.CALLS
-        return Company.LANES if any(one is not lane for one in self._active) else Company.NONE
+        return Company.LANES if _others(self._active, lane) else Company.NONE
 
     def _note_company(self, lanes: list[AnnouncedLane], now: float) -> None:
         """Notes who wants steps."""
@@ -299,16 +301,11 @@ class DeviceLanes:
             self._pauses.looks()
             bell = lanes[0].bell() if len(lanes) == 1 and not leaving else None
             now = time.monotonic()
-            if len(lanes) == 1 or now - self._noted > NOTE_SECONDS:
+            if len(lanes) == 1:
                 self._note_company(lanes, now)
-            found = [self._looked(lane, now) for lane in lanes if lane.stirs(now)]
-            self._begin_steps()
-            if any(found):
-                self._note_company(lanes, now)
-            for lane in lanes:  # also those whose callers have not wanted a step lately
-                if (company := self._company(lane)) is not Company.NONE:
-                    lane.yield_steps(company)
-            Turns.leave(lane for lane in lanes if isinstance(lane, MailLane))
+            stirring = [lane for lane in lanes if lane.stirs(now)]
+            if stirring:
+                self._look_at(stirring, lanes, now)
             for lane in leaving:
                 self._looked(lane, now)
                 self._forget_idle(lane)
@@ -317,10 +314,22 @@ class DeviceLanes:
                 self._sweep()
             if self.mail is not None:
                 self.mail.await_launches(LONGEST_LOOK)
-            pause = min((lane.pause(now) for lane in (*lanes, *leaving)), default=0.0)
+            least = 0.0
             if bell is None:  # of several callers' looks most find nothing, and steps want the interpreter
-                pause = max(pause, LOOK_SHARE * (time.monotonic() - now))
+                least = (LOOK_SHARE if stirring else IDLE_SHARE) * (time.monotonic() - now)
+            pause = _pause((*lanes, *leaving), now, least)
             self._pauses.wait(pause, bell if bell is not None and lanes[0].rings else None)
+
+    def _look_at(self, stirring: list[AnnouncedLane], lanes: list[AnnouncedLane], now: float) -> None:
+        """Looks at those of the lanes that stir, begins what they want, and has others make room for it."""
+        found = [self._looked(lane, now) for lane in stirring]
+        self._begin_steps()
+        if any(found) or now - self._noted > NOTE_SECONDS:
+            self._note_company(lanes, now)
+        for lane in lanes:  # also those whose callers have not wanted a step lately
+            if (company := self._company(lane)) is not Company.NONE:
+                lane.yield_steps(company)
+        Turns.leave(lane for lane in lanes if isinstance(lane, MailLane))
 
     def _begin_steps(self) -> None:
         """Begins together what lanes of the host have found."""
@@ -370,3 +379,18 @@ class DeviceLanes:
         for name in (lane.memory.mailbox, lane.memory.answers):
             with suppress(UnknownRegion):
                 self._regions.release(name)
+
+
+def _others(lanes: list[AnnouncedLane], lane: AnnouncedLane) -> bool:
+    """Whether there is another than `lane`; each stands there once."""
+    return len(lanes) > 1 or (len(lanes) == 1 and lanes[0] is not lane)
+
+
+def _pause(lanes: Sequence[AnnouncedLane], now: float, least: float) -> float:
+    """Seconds until the next look at any of them; `least` at least."""
+    first = math.inf
+    for lane in lanes:
+        first = min(first, lane.pause(now))
+        if first <= least:
+            return least
+    return first if lanes else least

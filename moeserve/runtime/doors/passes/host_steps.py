@@ -21,15 +21,15 @@ from torch import Tensor
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.proto.tensors import TensorError, as_torch
-from moeserve.runtime.doors.calls.rows import Leave, RowAdmission
+from moeserve.runtime.doors.calls.rows import Held, RowAdmission
 from moeserve.runtime.doors.deadlines import Observe
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.payloads.regions import Hold
 from moeserve.runtime.doors.request import check_ids
-from moeserve.runtime.errors import CallerLeft, GroupUnavailable
+from moeserve.runtime.errors import CallerLeft, GroupUnavailable, LaneFull
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.together import Part, Together
-from moeserve.runtime.step import Stamp
+from moeserve.runtime.step import Job, Stamp
 
 MOST_UNDER_WAY = 2
 """Jobs of one layer that a rank's lanes have under way: while one is computed another waits for its turn, and
@@ -87,7 +87,8 @@ class HostStep:
         self.wanted, self.places = wanted, places
         self.peer, self.since = caller
         self.left = False
-        self.leave: Leave = _not_held
+        self.held: Held | None = None  # its rows, while they count
+        self.admission: RowAdmission | None = None  # that has let it in
         self._ended, self._given_back = ended, given_back
         self._together: tuple[Together, Part] | None = None
         self._started, self._took, self._code = time.perf_counter(), 0.0, "OK"
@@ -132,7 +133,8 @@ class HostStep:
         else:
             status = status_of(told)
             self._code, outcome = status.code, status.as_message()
-        self.leave(self._code)
+        if (held := self.held) is not None and self.admission is not None:
+            self.admission.leave_all([held], self._code)
         self._ended(outcome)
 
     def _done(self, observe: Observe) -> None:
@@ -183,23 +185,30 @@ class HostSteps:
         if not self._found:
             return
         found, self._found = self._found, []
-        ready = [step for step in found if self._let_in(step)]
+        ready = self._let_in(found)
         for wanted in dict.fromkeys(step.wanted for step in ready):
             for some in self._parted([step for step in ready if step.wanted == wanted]):
                 self._submit(wanted, some)
 
-    def _let_in(self, step: HostStep) -> bool:
-        """Whether a step may begin; it has ended where not."""
-        try:
-            if step.left:
-                raise CallerLeft("the pass ended before its step began")
-            if why := self._stopping():
-                raise GroupUnavailable(why)
-            step.leave = self._admission().enter(step.peer, step.rows, step.since + self._seconds)
-        except Exception as error:
-            step.fail(error, self._observe)
-            return False
-        return True
+    def _let_in(self, found: Sequence[HostStep]) -> list[HostStep]:
+        """The steps that may begin; the others have ended."""
+        why, admission = self._stopping(), self._admission()
+        asked = list[HostStep]()
+        for step in found:
+            if step.left or why:
+                left = CallerLeft("the pass ended before its step began")
+                step.fail(left if step.left else GroupUnavailable(why), self._observe)
+            else:
+                asked.append(step)
+        calls = [(step.peer, step.rows, step.since + self._seconds) for step in asked]
+        ready = list[HostStep]()
+        for step, held in zip(asked, admission.enter_all(calls), strict=True):
+            if isinstance(held, LaneFull):
+                step.fail(held, self._observe)
+            else:
+                step.held, step.admission = held, admission
+                ready.append(step)
+        return ready
 
     def _parted(self, steps: Sequence[HostStep]) -> Iterator[list[HostStep]]:
         """The steps in their order, as many together as the lane takes at once."""
@@ -219,12 +228,22 @@ class HostSteps:
         layer, deadline = wanted[0], min(step.since for step in steps) + self._seconds
         self._count(layer, 1)
 
+        admission = self._admission()
+
+        def ended(job: Job) -> None:
+            self._lane.forget(job)
+            if job.error is None:  # or each is counted with what it ended with
+                held = [step.held for step in steps if step.held is not None]
+                for step in steps:
+                    step.held = None
+                admission.leave_all(held, "OK")
+
         def over() -> None:
             self._count(layer, -1)
             self.ended()
 
         parts = [step.part(self._observe) for step in steps]
-        together = Together(parts, choice, self._lane.forget, over)
+        together = Together(parts, choice, ended, over)
         try:
             self._lane.submit_together(together, wanted, deadline, steps[0].places.reached)
         except Exception as error:
@@ -266,7 +285,3 @@ class HostSteps:
     def _count(self, layer: int, more: int) -> None:
         with self._lock:
             self._under_way[layer] += more
-
-
-def _not_held(code: str) -> None:
-    """Does nothing: the step's rows were not counted."""

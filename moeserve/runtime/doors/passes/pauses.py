@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from contextlib import suppress
 
 from moeserve.runtime.doors.passes.announced import Bell
 
@@ -27,18 +28,20 @@ SET_TIMER_SLACK = 29
 
 
 class Pauses:
-    """Of one thread. `step_ended` is called by any."""
+    """Of one thread. `step_ended` is called by any. A lock, since an `Event` makes one for each wait."""
 
     def __init__(self) -> None:
-        self._step_ended = threading.Event()  # of a lane, since the last look
+        self._none_ended = threading.Lock()  # held while no step of a lane has ended since the last look
+        self._none_ended.acquire()
 
     def step_ended(self) -> None:
-        """A step that was begun as a call has."""
-        self._step_ended.set()
+        """A step of a lane has."""
+        with suppress(RuntimeError):  # another one has, too
+            self._none_ended.release()
 
     def looks(self) -> None:
         """A look begins: what ends from now on is seen after it."""
-        self._step_ended.clear()
+        self._none_ended.acquire(blocking=False)
 
     def wait(self, seconds: float, bell: Bell | None) -> None:
         """Waits about so long, and where that is more than a moment no longer than until a step ends. bell:
@@ -51,7 +54,8 @@ class Pauses:
             if time.monotonic() - began < SHORTEST_LOOK:  # it rings all the time, or did since the look
                 time.sleep(SHORTEST_LOOK)
         elif seconds > MOMENT:
-            self._step_ended.wait(min(LONGEST_LOOK, seconds))
+            if self._none_ended.acquire(timeout=min(LONGEST_LOOK, seconds)):
+                self.step_ended()  # until the next look
         else:
             time.sleep(max(SHORTEST_LOOK, seconds))
 

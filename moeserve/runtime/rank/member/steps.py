@@ -40,8 +40,8 @@ APART_STEPS = 8
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 
 LARGE_BYTES = 1 << 20
-"""The head is told that a step has ended before answers of this size on are given out, and else right after
-the first: to tell it takes longer than to give out a small one.
+"""The head is told that a step has ended before answers of this size on are given out, or those of a job of
+several callers, and else right after the first: to tell it takes longer than to give out a small one.
 """
 
 Parts = Sequence[tuple[int, "Job | None"]]
@@ -200,7 +200,8 @@ class MemberSteps:
             launched.flight.release()
         self._rank.progress.end(header.number)
         # a large answer may be copied by this thread: the next step's header need not wait for it
-        told = _bytes_to_copy(launched) >= LARGE_BYTES and self._done(launched)
+        first = launched.callers > len(launched.parts) or _bytes_to_copy(launched) >= LARGE_BYTES
+        told = first and self._done(launched)
         for output, (_, job) in zip(launched.flight.outputs, launched.parts, strict=True):
             if job is not None and output is not None:
                 job.finish(output, launched.stamp)
