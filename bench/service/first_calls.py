@@ -1,7 +1,7 @@
 """What the first call costs on one rank, and the first of each size, beside a call that is made again.
 
     python -m bench.service.first_calls [--device cuda|cpu] [--hidden 2048] [--inner 768] [--experts 64]
-                                        [--graph-rows 256] [--cold]
+                                        [--graph-rows 2048] [--cold]
 
 Serves a random Qwen3-MoE-shaped checkpoint of two layers from one rank and asks it over gRPC, a lane, with
 rows 1, 2, 4, ... 4096: the first two calls of a size (a graph is recorded at the second) and the median of
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--most-rows", type=int, default=MOST_ROWS)
-    parser.add_argument("--graph-rows", type=int, default=1024, help="step.graph_rows; 0: no CUDA graphs")
+    parser.add_argument("--graph-rows", type=int, default=2048, help="step.graph_rows; 0: no CUDA graphs")
     parser.add_argument("--cold", action="store_true", help="with empty caches of compiled kernels")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as caches:

@@ -1,6 +1,6 @@
 """The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
 
-    python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts truth,alone,callers,layers]
+    python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 2048] [--parts truth,alone,callers,layers]
         [--ranks 1] [--rows 1 16] [--callers 16x16] [--ways placed plain] [--spin 0.001]
         [--client-spin 0 0.001] [--out FILE]
 
@@ -202,9 +202,13 @@ def alone(
     told: Told,
 ) -> None:
     """One caller, by rows and way; of placed rows also where a call's time goes."""
+    end, left = time.monotonic() + args.share, len(args.ways) * len(args.rows)
     for rows in args.rows:
         for kind in args.ways:
-            budget = args.share / (len(args.ways) * len(args.rows))
+            budget, left = (
+                (end - time.monotonic()) / left,
+                left - 1,
+            )  # the first ones need less than their part
             load = Load(kind, rows, seconds=budget, most_calls=CALLS)
             phases.means()
             found = callers.run(load, 1)

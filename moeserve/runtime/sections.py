@@ -94,7 +94,7 @@ class StepConfig:
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
     late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
-    graph_rows: int = 1024  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
+    graph_rows: int = 2048  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
     @property
     def patience(self) -> float:

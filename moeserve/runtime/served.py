@@ -32,7 +32,7 @@ class Served:
     replica_choice: str = "hash"  # of `REPLICA_CHOICES`
     patience: float = 30.0  # seconds a dispatcher waits for a rank before it names it late
     on_late: str = FAIL  # or "drop": a step goes on without a late rank's rows
-    graph_rows: int = 1024  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
+    graph_rows: int = 2048  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
     redundant: int = 0  # slots for replicas, over all ranks
     max_lanes: int = 0  # that the group has room for; 0: as many as ranks
     max_owners: int = 0

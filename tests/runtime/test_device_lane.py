@@ -366,7 +366,10 @@ def lanes_of(regions: Regions, most: int = 2) -> DeviceLanes:
     return DeviceLanes(regions, model, DeviceLaneLimits(lanes=most), lambda peer: lambda *step: None)
 
 
-def test_who_hears_that_others_wait_behind_its_runs_is_not_alone() -> None:
+def test_who_hears_that_others_wait_behind_its_runs_is_not_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DeviceLane, "ahead", True)  # as a lane of a GPU is
     regions = Regions(RegionLimits(max_bytes=1 << 20))
     lanes = lanes_of(regions)
     try:
@@ -385,7 +388,10 @@ def test_who_hears_that_others_wait_behind_its_runs_is_not_alone() -> None:
         regions.close()
 
 
-def test_a_lane_that_has_not_wanted_a_step_for_long_is_left_for_one_that_does() -> None:
+def test_a_lane_that_has_not_wanted_a_step_for_long_is_left_for_one_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DeviceLane, "ahead", True)  # as a lane of a GPU is
     regions = Regions(RegionLimits(max_bytes=1 << 20))
     lanes = lanes_of(regions)
     try:

@@ -307,7 +307,8 @@ FAILING: dict[str, Callable[[Running], None]] = {
 def test_a_launch_that_fails_anywhere_gives_back_memory_and_the_room_of_uploads(
     running: Running, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "AHEAD_BYTES", 1)
+    for least in ("AHEAD_BYTES", "ENGINES_AHEAD_BYTES"):
+        monkeypatch.setattr(transfers, least, 1)
     running.lane.transfers = Transfers(running.engines, 2 * H * 4)  # room for one call's rows
     FAILING[way](running)
     with pytest.raises(ValueError, match="no "):
@@ -353,7 +354,8 @@ def test_an_upload_is_let_go_of_once() -> None:
 def test_a_call_that_ends_after_its_rank_has_stopped_gives_its_rows_back(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "AHEAD_BYTES", 1)
+    for least in ("AHEAD_BYTES", "ENGINES_AHEAD_BYTES"):
+        monkeypatch.setattr(transfers, least, 1)
     monkeypatch.setattr(answers, "FINISH_SECONDS", SECONDS)
     memory = CallerMemory(lambda: running.given_back.append(1))
     ids, weights = torch.zeros(2, K, dtype=torch.int32), torch.ones(2, K)

@@ -17,11 +17,11 @@ from torch import Tensor
 from moeserve.runtime.rank.lanes.together import Part, Together
 from moeserve.runtime.rank.transfers.engines import Engines, HostEngines
 from moeserve.runtime.rank.transfers.step_room import StepRoom
-from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES, Transfers
+from moeserve.runtime.rank.transfers.transfers import ENGINES_AHEAD_BYTES, Transfers
 from moeserve.runtime.step import Job, LaneInput, Stamp, empty_input, joined_rows
 
 H, K = 64, 2
-MANY = AHEAD_BYTES // (H * 4)
+MANY = ENGINES_AHEAD_BYTES // (H * 4)
 LEFT = RuntimeError("it left")
 
 
@@ -66,7 +66,7 @@ def check(engines: Engines, rows: Sequence[int], left: int | None) -> None:
     callers, transfers = Callers(rows), Transfers(engines, 1 << 30)
     job, total = callers.job, sum(rows)
     job.upload = transfers.upload(job)
-    assert (job.upload is not None) == (total * H * 4 >= AHEAD_BYTES)
+    assert (job.upload is not None) == (total * H * 4 >= ENGINES_AHEAD_BYTES)
     uploaded = job.upload is not None
     if left is not None:
         callers.together.leave(callers.parts[left], LEFT)

@@ -14,12 +14,17 @@ from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch
 from moeserve.runtime.rank.transfers.engines import Engines, HostEngines
 from moeserve.runtime.rank.transfers.step_room import StepRoom
-from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES, DIRECT_BYTES, Transfers
+from moeserve.runtime.rank.transfers.transfers import (
+    AHEAD_BYTES,
+    DIRECT_BYTES,
+    ENGINES_AHEAD_BYTES,
+    Transfers,
+)
 from moeserve.runtime.step import CallerMemory, Job, Lent, Stamp, Upload
 
 H, K = 64, 2
 ROW = H * 4  # bytes
-SMALL, LARGE = 3, AHEAD_BYTES // ROW + 1
+SMALL, LARGE = 3, ENGINES_AHEAD_BYTES // ROW + 1
 
 
 class Memory:
@@ -72,7 +77,8 @@ def check_every_way(engines: Engines, sizes: tuple[int, ...], registered: bool, 
     if ahead:
         for one in jobs:
             one.upload = transfers.upload(one)
-            assert (one.upload is not None) == (one.hidden.nbytes >= AHEAD_BYTES)
+            least = ENGINES_AHEAD_BYTES if registered else AHEAD_BYTES
+            assert (one.upload is not None) == (one.hidden.nbytes >= least)
     gone = 2  # rows of a job that left
     parts = [(one.hidden.shape[0], one) for one in jobs] + [(gone, None)]
     total = sum(rows for rows, _ in parts)

@@ -111,6 +111,11 @@ class AnnouncedLane(ABC):
         self._last = 0  # the pass that was announced last
 
     @property
+    def ahead(self) -> bool:
+        """Whether its steps are launched ahead now, and may wait for its caller's rows on the device."""
+        return False
+
+    @property
     @abstractmethod
     def number(self) -> int:
         """Of the pass that runs; 0: none does."""
@@ -133,6 +138,11 @@ class AnnouncedLane(ABC):
     def bell(self) -> Bell:
         """What its caller changes then, as it is now."""
         return self._written, m.BELL, self._box[m.BELL]
+
+    @property
+    def rung(self) -> int:
+        """What that is now."""
+        return self._box[m.BELL]
 
     def stirs(self, now: float) -> bool:
         """Whether there may be something to look at."""

@@ -63,7 +63,9 @@ class DeviceLane(HandedLane):
         self._lent = 0  # steps for which the rank may touch its memory
         self._bell, self._looked = 0, -math.inf  # BELL at the last look, and when that was
         self._waits = False  # rows are there of a step that could not begin then
-        self._tries = False  # a step is to be tried again, or the end of a pass that was given up is to be seen
+        self._tries = (
+            False  # a step is to be tried again, or the end of a pass that was given up is to be seen
+        )
         self._pass: HostPass | None = None
         self._lock = threading.Lock()
 
@@ -95,8 +97,11 @@ class DeviceLane(HandedLane):
         for what takes too long.
         """
         bell, waits = self._box[m.BELL], self._waits or self._tries
-        if bell and bell == self._bell and now < self._looked + LONGEST_LOOK and not waits:
-            return False
+        if bell and bell == self._bell and not waits:
+            run = self._pass
+            busy = run is not None and all(stage.busy for stage in run.stages)
+            if busy or now < self._looked + LONGEST_LOOK:
+                return False
         self._bell, self._looked = bell, now
         return True
 
@@ -298,7 +303,7 @@ class DeviceLane(HandedLane):
         stage = run.stages[at]
         with self._lock:
             stage.busy, stage.call = False, None
-            self.stirred_at = _now()
+            self.stirred_at = self._looked = _now()
             if run.ends is None:
                 self._count(run, at, outcome)
             ends = run.ends is not None

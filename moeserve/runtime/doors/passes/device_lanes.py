@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
 from moeserve.runtime.doors.passes.host_steps import HostSteps
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.mail_lane import MailLane
-from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK, Pauses, sleep_finely
+from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK, Bells, Pauses, pause_of, sleep_finely
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
@@ -99,7 +99,7 @@ class DeviceLanes:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closing = False
-        self._pauses = Pauses()
+        self._pauses, self._bells = Pauses(), Bells()
         if steps is not None:
             steps.ended = self._pauses.step_ended
         self._thread = threading.Thread(target=self._run, name="device-lanes", daemon=True)
@@ -299,6 +299,10 @@ class DeviceLanes:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
             self._pauses.looks()
+            if not leaving and self._bells.quiet(lanes):
+                self._pauses.wait(self._bells.pause, None)
+                continue
+            self._bells.look(lanes)
             bell = lanes[0].bell() if len(lanes) == 1 and not leaving else None
             now = time.monotonic()
             if len(lanes) == 1:
@@ -317,17 +321,18 @@ class DeviceLanes:
             least = 0.0
             if bell is None:  # of several callers' looks most find nothing, and steps want the interpreter
                 least = (LOOK_SHARE if stirring else IDLE_SHARE) * (time.monotonic() - now)
-            pause = _pause((*lanes, *leaving), now, least)
+            pause = pause_of((*lanes, *leaving), now, least)
+            self._bells.looked(now, pause)
             self._pauses.wait(pause, bell if bell is not None and lanes[0].rings else None)
 
     def _look_at(self, stirring: list[AnnouncedLane], lanes: list[AnnouncedLane], now: float) -> None:
         """Looks at those of the lanes that stir, begins what they want, and has others make room for it."""
-        found = [self._looked(lane, now) for lane in stirring]
+        found = [lane for lane in stirring if self._looked(lane, now)]
         self._begin_steps()
-        if any(found) or now - self._noted > NOTE_SECONDS:
+        if now - self._noted > NOTE_SECONDS or any(lane not in self._active for lane in found):
             self._note_company(lanes, now)
         for lane in lanes:  # also those whose callers have not wanted a step lately
-            if (company := self._company(lane)) is not Company.NONE:
+            if lane.ahead and (company := self._company(lane)) is not Company.NONE:
                 lane.yield_steps(company)
         Turns.leave(lane for lane in lanes if isinstance(lane, MailLane))
 
@@ -384,13 +389,3 @@ class DeviceLanes:
 def _others(lanes: list[AnnouncedLane], lane: AnnouncedLane) -> bool:
     """Whether there is another than `lane`; each stands there once."""
     return len(lanes) > 1 or (len(lanes) == 1 and lanes[0] is not lane)
-
-
-def _pause(lanes: Sequence[AnnouncedLane], now: float, least: float) -> float:
-    """Seconds until the next look at any of them; `least` at least."""
-    first = math.inf
-    for lane in lanes:
-        first = min(first, lane.pause(now))
-        if first <= least:
-            return least
-    return first if lanes else least

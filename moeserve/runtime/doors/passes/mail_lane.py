@@ -34,6 +34,8 @@ COMPANY_SECONDS = 0.0003
 class MailLane(HandedLane):
     """A lane of a caller's GPU."""
 
+    ahead = True  # its steps are launched so
+
     def __init__(
         self, memory: LaneMemory, terms: LaneTerms, mail: tuple[MailLayout, Mail], runs: MemberRuns
     ) -> None:

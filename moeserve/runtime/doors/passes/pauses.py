@@ -8,9 +8,10 @@ import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
-from moeserve.runtime.doors.passes.announced import Bell
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, Bell
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,42 @@ class Pauses:
                 self.step_ended()  # until the next look
         else:
             time.sleep(max(SHORTEST_LOOK, seconds))
+
+
+class Bells:
+    """What the callers of several lanes had rung at the last look: whether anybody has since is seen at a
+    glance, where they all ring and none waits for a step. Of one thread.
+    """
+
+    def __init__(self) -> None:
+        self.pause = 0.0  # seconds until the next glance
+        self._lanes, self._rung = list[AnnouncedLane](), list[int]()
+        self._until = -math.inf  # when all are looked at, whether they ring or not
+
+    def look(self, lanes: list[AnnouncedLane]) -> None:
+        """A look at these lanes begins: what is rung from now on is not seen by it."""
+        self._lanes, self._rung = lanes, [lane.rung for lane in lanes]
+
+    def looked(self, now: float, pause: float) -> None:
+        """The look that began `now` has ended, and no other would come within `pause` seconds."""
+        quiet = len(self._lanes) > 1 and all(lane.rings and not lane.ahead for lane in self._lanes)
+        self._until, self.pause = now + LONGEST_LOOK if quiet else -math.inf, max(MOMENT, pause)
+
+    def quiet(self, lanes: list[AnnouncedLane]) -> bool:
+        """Whether there is nothing to look at."""
+        if time.monotonic() >= self._until or lanes != self._lanes:
+            return False
+        return [lane.rung for lane in lanes] == self._rung
+
+
+def pause_of(lanes: Sequence[AnnouncedLane], now: float, least: float) -> float:
+    """Seconds until the next look at any of them; `least` at least."""
+    first = math.inf
+    for lane in lanes:
+        first = min(first, lane.pause(now))
+        if first <= least:
+            return least
+    return first if lanes else least
 
 
 def sleep_finely() -> None:

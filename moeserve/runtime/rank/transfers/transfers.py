@@ -25,12 +25,13 @@ DIRECT_BYTES = 64 << 10
 copy: to queue a copy costs as much as 20 KB of copying by the host.
 """
 
-AHEAD_BYTES = 2 << 20
-"""Rows of this size on are uploaded before their step is known. Smaller ones take less time than the calls of
-the driver and the further copy on the device that this costs.
+AHEAD_BYTES, ENGINES_AHEAD_BYTES = 2 << 20, 8 << 20
+"""Rows of this size on are uploaded before their step is known: those that the host copies first, and those
+that the engines read where the caller has them. Smaller ones take less time than the calls of the driver and
+the further copy on the device that this costs, in which a rank's other threads wait for the interpreter.
 """
 
-ASIDE_BYTES = 2 << 20
+ASIDE_BYTES = 8 << 20
 """Answers of this size on go home on a stream of their own, while the next step computes. Smaller ones go on
 the stream of the steps, so that the next one may write its answer to the same memory: to copy them there, and
 to have another stream wait for that, takes a host longer than the device.
@@ -81,10 +82,11 @@ class Transfers:
 
         Rows that do not lie in registered memory are copied to pinned memory first, by this thread.
         """
-        nbytes = job.hidden.nbytes
-        if nbytes < AHEAD_BYTES or not self._take(nbytes):
+        nbytes, lent = job.hidden.nbytes, job.lent
+        least = AHEAD_BYTES if lent is None or not lent.rows else ENGINES_AHEAD_BYTES
+        if nbytes < least or not self._take(nbytes):
             return None
-        engines, lent, source = self.engines, job.lent, job.hidden
+        engines, source = self.engines, job.hidden
         given_back = lent.memory.done if lent is not None and lent.rows and lent.memory.use() else None
 
         def release() -> None:
