@@ -73,11 +73,14 @@ def test_others_are_looked_at_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0.04 < seconds_of(Pauses(), LONG) < LONG / 2
 
 
-@pytest.mark.parametrize("idle", [0, 1])
+@pytest.mark.parametrize("rings", [False, True])
+@pytest.mark.parametrize("idle", [0, 1, 3])
 def test_steps_of_one_lane_do_not_wait_for_looks_at_others(
-    idle: int, monkeypatch: pytest.MonkeyPatch
+    idle: int, rings: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a look takes at most is made so long that a single step that waited for it would be seen."""
+    """What a look takes at most is made so long that a single step that waited for it would be seen. Rows
+    come a moment after the answer; those of the first step with the announcement.
+    """
     monkeypatch.setattr(module, "LONGEST_LOOK", LONG)
 
     def begin(request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> None:
@@ -86,19 +89,26 @@ def test_steps_of_one_lane_do_not_wait_for_looks_at_others(
 
     regions = Regions(RegionLimits(max_bytes=1 << 20))
     model = LaneModel("tiny", 8, 4, 2, (3,))
-    lanes = DeviceLanes(regions, model, DeviceLaneLimits(lanes=2), lambda peer: begin)
+    lanes = DeviceLanes(regions, model, DeviceLaneLimits(lanes=4), lambda peer: begin)
     try:
-        for name in ("busy", "idle")[: 1 + idle]:
+        for at in range(1 + idle):
             lanes.attach(
                 moe_pb2.AttachLaneRequest(
-                    name=name, device="cpu", dtype=moe_pb2.DTYPE_FP32, rows=4, stages=1
+                    name=f"lane-{at}", device="cpu", dtype=moe_pb2.DTYPE_FP32, rows=4, stages=1
                 ),
                 "tester",
             )
         busy, *others = (attached.lane for attached in lanes._lanes.values())
         for other in others:
-            other.stirred_at = -1e9
+            other.stirred_at, other._box[m.BELL] = -1e9, int(rings)
         box, out, layout = busy._box, busy._out, busy.memory.layout
+
+        def ring() -> None:
+            if rings:
+                Words(box).write(m.BELL, box[m.BELL] + 1)
+
+        ring()
+        time.sleep(0.05)  # all have been looked at
         box[m.STEPS], box[m.STAGES], box[m.FLAGS], box[m.LAYERS] = 1, 1, m.STANDING, 3
         box[m.ANNOUNCED] = 1
         began = time.monotonic()
@@ -106,9 +116,11 @@ def test_steps_of_one_lane_do_not_wait_for_looks_at_others(
             head, tag = layout.header(0), tag_of(1, step)
             for word, value in {m.LAYER: 3, m.STAGE: 0, m.COUNT: 2, m.KIND: m.CHOICE, m.TAG: tag}.items():
                 box[head + word] = value
+            ring()
             while out[layout.answer_header(0)] != tag:
                 assert time.monotonic() - began < LONG / 2, f"step {step} was not answered"
                 time.sleep(0.001)
+            time.sleep(0.001)
     finally:
         monkeypatch.setattr(module, "LONGEST_LOOK", 0.002)
         lanes.close()

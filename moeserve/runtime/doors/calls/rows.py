@@ -129,9 +129,15 @@ class RowAdmission:
         """Lets in calls one after the other, each as `enter` does. Returns of each what `leave_all` takes, or
         how it is refused.
         """
-        now = self._clock()
-        with self._lock:
-            return [self._entered(now, *call) for call in calls]
+        now, entered = self._clock(), list[Held | LaneFull]()
+        try:
+            with self._lock:
+                for call in calls:
+                    entered.append(self._entered(now, *call))
+        except BaseException:
+            self.leave_all([held for held in entered if isinstance(held, Held)], "INTERNAL")
+            raise
+        return entered
 
     def leave_all(self, calls: Iterable[Held], code: str) -> None:
         """Calls have ended with a code; of one that had ended before nothing is noted."""

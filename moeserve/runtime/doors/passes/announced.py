@@ -144,6 +144,11 @@ class AnnouncedLane(ABC):
         """What that is now."""
         return self._box[m.BELL]
 
+    @property
+    def unseen(self) -> bool:
+        """Whether its caller, who rings, may have said something that no look has seen."""
+        return False
+
     def stirs(self, now: float) -> bool:
         """Whether there may be something to look at."""
         return True

@@ -80,6 +80,11 @@ class DeviceLane(HandedLane):
         """Whether its caller says when there is something to look at."""
         return not self._waits and not self._tries and super().rings
 
+    @property
+    def unseen(self) -> bool:
+        """Whether its caller may have said something that no look has seen."""
+        return bool(self._bell != self._box[m.BELL])
+
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need not be looked at: while each stage has a step under way,
         they begin none.
@@ -198,6 +203,7 @@ class DeviceLane(HandedLane):
     def _goes_on(self, between: Between) -> None:
         with self._lock:
             run = self._pass = HostPass.of(between)
+            self._tries = False
         if self.detached:
             self._end(run, Status.DETACHED, self.detached)
 
@@ -339,7 +345,8 @@ class DeviceLane(HandedLane):
     def _end(self, run: HostPass, status: Status, text: str) -> None:
         """Ends a pass, unless it ends already."""
         with self._lock:
-            run.ends, self._tries = run.ends or (status, text), True
+            run.ends = run.ends or (status, text)
+            self._tries = self._tries or run is self._pass
         self._conclude(run)
 
     def _conclude(self, run: HostPass) -> None:

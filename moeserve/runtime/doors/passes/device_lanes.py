@@ -25,7 +25,7 @@ from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
 from moeserve.runtime.doors.passes.host_steps import HostSteps
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.mail_lane import MailLane
-from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK, Bells, Pauses, pause_of, sleep_finely
+from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK, MOMENT, Bells, Pauses, pause_of, sleep_finely
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
@@ -43,9 +43,9 @@ its caller's attention.
 NOTE_SECONDS = 0.001
 """After which it is noted again who wants steps, where several lanes are attached and none wants another."""
 
-LOOK_SHARE, IDLE_SHARE = 2.0, 8.0
-"""Between two looks at several lanes, of the time that the last one took: where there was something to look
-at, and where there was nothing.
+LOOK_SHARE = 2.0
+"""Between two looks at several lanes, of the time that the last one took, where no glance says whether there
+is anything to look at.
 """
 
 CLOSE_SECONDS = 5.0
@@ -298,8 +298,8 @@ class DeviceLanes:
                 if self._closing and not self._leaving:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
-            self._pauses.looks()
-            if not leaving and self._bells.quiet(lanes):
+            ended = self._pauses.looks()
+            if not ended and not leaving and self._bells.quiet(lanes):
                 self._pauses.wait(self._bells.pause, None)
                 continue
             self._bells.look(lanes)
@@ -318,18 +318,23 @@ class DeviceLanes:
                 self._sweep()
             if self.mail is not None:
                 self.mail.await_launches(LONGEST_LOOK)
+            if not leaving and self._bells.looked(now):
+                self._pauses.wait(self._bells.glance_in(pause_of(lanes, now, MOMENT)), None)
+                continue
             least = 0.0
             if bell is None:  # of several callers' looks most find nothing, and steps want the interpreter
-                least = (LOOK_SHARE if stirring else IDLE_SHARE) * (time.monotonic() - now)
+                least = LOOK_SHARE * (time.monotonic() - now)
             pause = pause_of((*lanes, *leaving), now, least)
-            self._bells.looked(now, pause)
-            self._pauses.wait(pause, bell if bell is not None and lanes[0].rings else None)
+            rung = bell is not None and lanes[0].rings and not lanes[0].unseen
+            self._pauses.wait(pause, bell if rung else None)
 
     def _look_at(self, stirring: list[AnnouncedLane], lanes: list[AnnouncedLane], now: float) -> None:
         """Looks at those of the lanes that stir, begins what they want, and has others make room for it."""
+        if len(lanes) > 1 and now - self._noted > NOTE_SECONDS:
+            self._note_company(lanes, now)
         found = [lane for lane in stirring if self._looked(lane, now)]
         self._begin_steps()
-        if now - self._noted > NOTE_SECONDS or any(lane not in self._active for lane in found):
+        if any(lane not in self._active for lane in found):
             self._note_company(lanes, now)
         for lane in lanes:  # also those whose callers have not wanted a step lately
             if lane.ahead and (company := self._company(lane)) is not Company.NONE:

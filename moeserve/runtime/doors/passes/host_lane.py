@@ -61,6 +61,11 @@ class HostLane(AnnouncedLane):
         """Whether its caller says when there is something to look at; of runs the device does, too."""
         return self._works.rings
 
+    @property
+    def unseen(self) -> bool:
+        """Whether its caller may have said something that no look has seen."""
+        return self._works.unseen
+
     def stirs(self, now: float) -> bool:
         """Whether there may be something to look at; of runs there always may."""
         return self._works.stirs(now)

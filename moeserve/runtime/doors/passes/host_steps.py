@@ -7,6 +7,7 @@ fails ends the pass of its own lane.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ from moeserve.runtime.errors import CallerLeft, GroupUnavailable, LaneFull
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.together import Part, Together
 from moeserve.runtime.step import Job, Stamp
+
+log = logging.getLogger(__name__)
 
 MOST_UNDER_WAY = 2
 """Jobs of one layer that a rank's lanes have under way: while one is computed another waits for its turn, and
@@ -192,8 +195,7 @@ class HostSteps:
 
     def _let_in(self, found: Sequence[HostStep]) -> list[HostStep]:
         """The steps that may begin; the others have ended."""
-        why, admission = self._stopping(), self._admission()
-        asked = list[HostStep]()
+        why, asked = self._stopping(), list[HostStep]()
         for step in found:
             if step.left or why:
                 left = CallerLeft("the pass ended before its step began")
@@ -201,8 +203,15 @@ class HostSteps:
             else:
                 asked.append(step)
         calls = [(step.peer, step.rows, step.since + self._seconds) for step in asked]
-        ready = list[HostStep]()
-        for step, held in zip(asked, admission.enter_all(calls), strict=True):
+        admission, ready = self._admission(), list[HostStep]()
+        try:
+            entered = admission.enter_all(calls)
+        except Exception as error:
+            log.exception("steps of device lanes could not be let in")
+            for step in asked:
+                step.fail(error, self._observe)
+            return ready
+        for step, held in zip(asked, entered, strict=True):
             if isinstance(held, LaneFull):
                 step.fail(held, self._observe)
             else:
@@ -228,14 +237,13 @@ class HostSteps:
         layer, deadline = wanted[0], min(step.since for step in steps) + self._seconds
         self._count(layer, 1)
 
-        admission = self._admission()
-
         def ended(job: Job) -> None:
             self._lane.forget(job)
-            if job.error is None:  # or each is counted with what it ended with
+            admission = steps[0].admission
+            if job.error is None and job.output is not None and admission is not None:
                 held = [step.held for step in steps if step.held is not None]
                 for step in steps:
-                    step.held = None
+                    step.held = None  # or each would be counted again
                 admission.leave_all(held, "OK")
 
         def over() -> None:

@@ -40,9 +40,9 @@ class Pauses:
         with suppress(RuntimeError):  # another one has, too
             self._none_ended.release()
 
-    def looks(self) -> None:
-        """A look begins: what ends from now on is seen after it."""
-        self._none_ended.acquire(blocking=False)
+    def looks(self) -> bool:
+        """A look begins: what ends from now on is seen after it. Whether a step has since the last one."""
+        return self._none_ended.acquire(blocking=False)
 
     def wait(self, seconds: float, bell: Bell | None) -> None:
         """Waits about so long, and where that is more than a moment no longer than until a step ends. bell:
@@ -63,7 +63,7 @@ class Pauses:
 
 class Bells:
     """What the callers of several lanes had rung at the last look: whether anybody has since is seen at a
-    glance, where they all ring and none waits for a step. Of one thread.
+    glance, where they all ring and none waits for a step. Of one thread, which looks when a step has ended.
     """
 
     def __init__(self) -> None:
@@ -75,10 +75,18 @@ class Bells:
         """A look at these lanes begins: what is rung from now on is not seen by it."""
         self._lanes, self._rung = lanes, [lane.rung for lane in lanes]
 
-    def looked(self, now: float, pause: float) -> None:
-        """The look that began `now` has ended, and no other would come within `pause` seconds."""
-        quiet = len(self._lanes) > 1 and all(lane.rings and not lane.ahead for lane in self._lanes)
-        self._until, self.pause = now + LONGEST_LOOK if quiet else -math.inf, max(MOMENT, pause)
+    def looked(self, now: float) -> bool:
+        """The look that began `now` has ended. Whether glances come before the next one."""
+        quiet = len(self._lanes) > 1 and all(
+            lane.rings and not lane.unseen and not lane.ahead for lane in self._lanes
+        )
+        self._until = now + LONGEST_LOOK if quiet else -math.inf
+        return quiet
+
+    def glance_in(self, seconds: float) -> float:
+        """The pause before the next glance, where the next look would come after so many seconds."""
+        self.pause = max(MOMENT, seconds)
+        return self.pause
 
     def quiet(self, lanes: list[AnnouncedLane]) -> bool:
         """Whether there is nothing to look at."""

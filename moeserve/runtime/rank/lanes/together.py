@@ -149,7 +149,7 @@ class Together:
                 self._bring_home(job.output, left)
         except Exception as error:
             log.exception("the answer of a step cannot be brought to its callers")
-            outcome = error
+            job.error = outcome = error
         job.disown()
         self._before(job)
         self._memory.done()

@@ -217,6 +217,8 @@ class MemberSteps:
             self._send({"kind": "done", "generation": launched.generation, "step": number})
         except StreamClosed as closed:
             log.info("nobody is told of steps any more: %s", closed)
+        except Exception:  # its callers are told all the same
+            log.exception("the head could not be told that step %d has ended", launched.header.number)
         return True
 
     def _fail(self, generation: int, error: Exception) -> None:
