@@ -59,7 +59,7 @@ def config_of(
             "passes.lane_bytes": 1 << 30,
             "passes.lanes": MOST_CALLERS,
             "passes.patience_seconds": 10.0,  # for callers who wait until the others are warm
-            "step.late_seconds": 25.0,  # or no step of two ranks would be launched ahead of so patient callers
+            "step.late_seconds": 25.0,  # or two ranks would launch nothing ahead for them
             "server.port": 0,
             "server.metrics_port": 0,
         }
