@@ -7,8 +7,9 @@ the last ones took, and then looks again and again for a bounded time, where the
 
 from __future__ import annotations
 
-import os
 import time
+
+from moeserve.proto.cores import usable_cores
 
 SPARE_CORES = 4
 """From which on a caller may be awake: with fewer it would take one from who computes its answer."""
@@ -38,7 +39,7 @@ MOST_AWAKE = 1.0
 
 def awake_seconds() -> float:
     """How long a caller of this process is awake at most for an answer, where it does not say so itself."""
-    return MOST_AWAKE_SECONDS if len(os.sched_getaffinity(0)) >= SPARE_CORES else 0.0
+    return MOST_AWAKE_SECONDS if usable_cores() >= SPARE_CORES else 0.0
 
 
 class Expected:

@@ -14,6 +14,7 @@ import socket
 import threading
 from functools import partial
 
+from moeserve.proto.cores import usable_cores
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.control.frames import Message
@@ -37,7 +38,7 @@ def spin_of(seconds: float, ranks: int) -> float:
     """`seconds`, where this process may use two cores for each of so many ranks of its host and for their
     head; else 0: a reader that spins there takes time from who is to write, and from threads that compute.
     """
-    return seconds if len(os.sched_getaffinity(0)) >= 2 * (ranks + 1) else 0.0
+    return seconds if usable_cores() >= 2 * (ranks + 1) else 0.0
 
 
 class RingOffers:

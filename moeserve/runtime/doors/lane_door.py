@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -15,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.cores import usable_cores
 from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.calls.lane_stream import LaneStream, Started
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
@@ -44,7 +44,7 @@ ASIDE_BYTES = 1 << 20
 takes as long as to copy 0.5 MB.
 """
 
-ASIDE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
+ASIDE_THREADS = max(2, min(8, usable_cores() // 2))
 
 
 class LaneDoor(moe_pb2_grpc.LaneServiceServicer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch f
 
 from moeserve.dispatch.costs.costs import Costs
 from moeserve.dispatch.group import GroupKind, end_group, form_group
+from moeserve.proto.cores import usable_cores
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of
@@ -107,7 +107,7 @@ def _measure(job: _Job, pipe: Connection) -> None:
     """Measures as one rank of the group, and sends what it found through `pipe`."""
     config, ranks = job.config, job.config.parallel.mesh.ranks
     set_environment("127.0.0.1")
-    torch.set_num_threads(config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks))
+    torch.set_num_threads(config.cluster.threads_per_rank or max(1, usable_cores() // ranks))
     try:
         served, machine = served_from(config), machine_for(config)
         device = own_device(config, machine, job.rank)

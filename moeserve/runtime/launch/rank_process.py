@@ -19,6 +19,7 @@ from moeserve import __version__
 from moeserve.checkpoints.store import CheckpointError, NotThere
 from moeserve.device.machine import Machine
 from moeserve.device.nvrtc import CompileError, LaunchError
+from moeserve.proto.cores import usable_cores
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.head_stream import HeadStream, ReachAgain
@@ -369,7 +370,7 @@ class _RankProcess:
 
 def _prepare_process(spec: RankSpec) -> None:
     """Threads, sockets and interpreter settings of a rank's process."""
-    threads = spec.config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // spec.ranks_on_host)
+    threads = spec.config.cluster.threads_per_rank or max(1, usable_cores() // spec.ranks_on_host)
     torch.set_num_threads(threads)
     tune_process()
     set_environment(spec.host)

@@ -17,6 +17,7 @@ import ray
 from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from moeserve.proto.cores import usable_cores
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for
 from moeserve.runtime.launch.head_child import run_head
@@ -136,7 +137,7 @@ class RayCluster:
         if address:
             ray.init(address=address, log_to_driver=True)
         else:
-            cores = len(os.sched_getaffinity(0))  # Ray begins with as many workers
+            cores = usable_cores()  # Ray begins with as many workers
             resources = max(cores, self._needed_cpus())  # ranks on one machine share its cores knowingly
             with _on_loopback() if self._config.server.host in LOOPBACK else nullcontext():
                 ray.init(address="local", num_cpus=resources, include_dashboard=False)

@@ -1,0 +1,58 @@
+"""How many cores a process may use: those it is bound to, and no more than its control groups let it have.
+
+A container with a limit of CPU time (`limits.cpu` in Kubernetes) sees all cores of its host, and is held up
+for the rest of a tenth of a second when its threads together have used what it has. A thread for each core of
+the host, or one that looks again and again, uses that up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CONTROLLER = "cpu"
+"""Of control groups, version 1."""
+
+MOUNT = Path("sys/fs/cgroup")
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use at the same time, at least 1. root: where `proc` and `sys` are."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([float(bound), *_quotas(root)])))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The cores' worth of time that each of this process's control groups has, where that is limited."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # no Linux, or no control groups
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            for group in _up(root / MOUNT, path):
+                yield from _ratio(group / "cpu.max")
+        elif CONTROLLER in controllers.split(","):
+            for group in _up(root / MOUNT / CONTROLLER, path):
+                yield from _ratio(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+
+
+def _up(mount: Path, path: str) -> Iterator[Path]:
+    """A group and those that it is in; a container may be shown a path of its host, which is not there."""
+    group = mount / path.strip("/")
+    while group != mount:
+        yield group
+        group = group.parent
+    yield mount
+
+
+def _ratio(*files: Path) -> Iterator[float]:
+    """A quota over its period, both in microseconds: of one file, or of two."""
+    try:
+        quota, period = (word for file in files for word in file.read_text().split())
+        if quota != "max" and int(quota) > 0 and int(period) > 0:
+            yield int(quota) / int(period)
+    except (OSError, ValueError):
+        return  # this group has no such limit, or is none of this container's
