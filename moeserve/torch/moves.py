@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from moeserve.experts.placement import EMPTY, Move, Placement
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.orders import ExpertCopy, StageOrder, Vote
 from moeserve.runtime.epoch import Change

@@ -18,7 +18,7 @@ import torch
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import server_options
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.doors.failures import guarded
 from moeserve.runtime.doors.payloads import Payloads, Regions

@@ -18,7 +18,7 @@ from moeserve.proto.client.batch import BatchPart, ClientBatch, Reply, whole
 from moeserve.proto.client.lanes import Lanes, message_limit
 from moeserve.proto.client.payload import InlineRows, Payload, Placed, Pooled, shares
 from moeserve.proto.errors import MoeError, Unavailable
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 L = TypeVar("L")

@@ -12,7 +12,7 @@ from moeserve.proto.client.call import ClientCall
 from moeserve.proto.client.lanes import Lanes
 from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.client.payload import TRANSPORTS, shares
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.tensors import Array, Spec
 from moeserve.proto.texts import quoted
 from moeserve.proto.transports.shared_memory import SharedTensor, region_size

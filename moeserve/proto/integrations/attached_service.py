@@ -21,7 +21,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient, Reply
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.errors import NotFound, Overloaded, Unavailable, WeightsChanged
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.integrations.settings import MODE, Settings
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.running import Pass, PassLate

@@ -27,7 +27,7 @@ from moeserve.proto.errors import (
     NotFound,
     Overloaded,
 )
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.expected import MOST_AWAKE, Expected, awake_seconds
 from moeserve.proto.passes.mailbox import MailboxLayout, fence

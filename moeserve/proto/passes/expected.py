@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from moeserve.proto.cores import usable_cores
+from moeserve.proto.host import usable_cores
 
 SPARE_CORES = 4
 """From which on a caller may be awake: with fewer it would take one from who computes its answer."""

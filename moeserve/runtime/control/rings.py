@@ -14,8 +14,7 @@ import socket
 import threading
 from functools import partial
 
-from moeserve.proto.cores import usable_cores
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id, usable_cores
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.control.frames import Message
 from moeserve.runtime.control.ring import Descriptors, RingEnd, make_rings, supported

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
-from moeserve.proto.cores import usable_cores
+from moeserve.proto.host import usable_cores
 from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.calls.lane_stream import LaneStream, Started
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits

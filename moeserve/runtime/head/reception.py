@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.acceptor import MOST_STRANGERS, Acceptor, Guest
 from moeserve.runtime.control.messages import plans_from

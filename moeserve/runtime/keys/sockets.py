@@ -12,7 +12,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from moeserve.proto.host_id import sockets_parent
+from moeserve.proto.host import sockets_parent
 
 log = logging.getLogger(__name__)
 

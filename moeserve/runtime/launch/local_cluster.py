@@ -21,7 +21,7 @@ from multiprocessing.context import ForkServerContext
 
 import torch
 
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import machine_for, name_process

@@ -17,7 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch f
 
 from moeserve.dispatch.costs.costs import Costs
 from moeserve.dispatch.group import GroupKind, end_group, form_group
-from moeserve.proto.cores import usable_cores
+from moeserve.proto.host import usable_cores
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of

@@ -19,8 +19,7 @@ from moeserve import __version__
 from moeserve.checkpoints.store import CheckpointError, NotThere
 from moeserve.device.machine import Machine
 from moeserve.device.nvrtc import CompileError, LaunchError
-from moeserve.proto.cores import usable_cores
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id, usable_cores
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.head_stream import HeadStream, ReachAgain
 from moeserve.runtime.control.messages import plans_message

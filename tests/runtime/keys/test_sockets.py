@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.proto import host_id as host_id_room
+from moeserve.proto import host as host_room
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import Unavailable
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.proto.transports.shared_memory import RemoteRegion
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads import handover as handover_room
@@ -181,7 +181,7 @@ def test_processes_with_other_folders_share_no_memory(
     caplog.set_level(logging.INFO)
     host_id.cache_clear()
     here = host_id()
-    monkeypatch.setattr(host_id_room, "sockets_parent", lambda: str(tmp_path))
+    monkeypatch.setattr(host_room, "sockets_parent", lambda: str(tmp_path))
     host_id.cache_clear()
     assert here and host_id() and host_id() != here
     monkeypatch.undo()

@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from moeserve.proto.cores import usable_cores
+from moeserve.proto.host import usable_cores
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for
 from moeserve.runtime.launch.head_child import run_head

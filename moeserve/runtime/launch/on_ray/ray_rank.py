@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import ray
 
-from moeserve.proto.host_id import host_id
+from moeserve.proto.host import host_id
 from moeserve.runtime.launch.on_ray import niceness
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.proto import cores as module
-from moeserve.proto.cores import usable_cores
+from moeserve.proto import host as module
+from moeserve.proto.host import usable_cores
 
 HOST = 64
 

@@ -1,4 +1,4 @@
-"""How many cores a process may use: those it is bound to, and no more than its control groups let it have.
+"""A process's host: with whom it can share memory there (`host_id`), and how many cores it may use.
 
 A container with a limit of CPU time (`limits.cpu` in Kubernetes) sees all cores of its host, and is held up
 for the rest of a tenth of a second when its threads together have used what it has. A thread for each core of
@@ -7,14 +7,40 @@ the host, or one that looks again and again, uses that up.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-CONTROLLER = "cpu"
+CPU = "cpu"
 """Of control groups, version 1."""
 
-MOUNT = Path("sys/fs/cgroup")
+GROUPS = Path("sys/fs/cgroup")
+
+
+@cache
+def host_id() -> str:
+    """The id of this process and of all it can share memory with; empty where it can share with none.
+
+    Regions are handed over a Unix socket in a folder of the same user. So the id is made of the kernel's
+    boot, the folder for temporary files (which containers may share, and seldom do) and the user.
+    """
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        parent = os.stat(sockets_parent())
+    except OSError:
+        return ""
+    place = f"{parent.st_dev} {parent.st_ino}"
+    return hashlib.sha256(f"{boot} {place} {os.geteuid()}".encode()).hexdigest()[:16]
+
+
+def sockets_parent() -> str:
+    """The folder in which processes of a host have a folder of their user for Unix sockets."""
+    return tempfile.gettempdir()
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -32,10 +58,10 @@ def _quotas(root: Path) -> Iterator[float]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            for group in _up(root / MOUNT, path):
+            for group in _up(root / GROUPS, path):
                 yield from _ratio(group / "cpu.max")
-        elif CONTROLLER in controllers.split(","):
-            for group in _up(root / MOUNT / CONTROLLER, path):
+        elif CPU in controllers.split(","):
+            for group in _up(root / GROUPS / CPU, path):
                 yield from _ratio(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
 
 
