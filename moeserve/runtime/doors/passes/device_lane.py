@@ -63,9 +63,7 @@ class DeviceLane(HandedLane):
         self._lent = 0  # steps for which the rank may touch its memory
         self._bell, self._looked = 0, -math.inf  # BELL at the last look, and when that was
         self._waits = False  # rows are there of a step that could not begin then
-        self._tries = (
-            False  # a step is to be tried again, or the end of a pass that was given up is to be seen
-        )
+        self._tries = False  # a step is to be tried again, or a pass ends that was given up
         self._pass: HostPass | None = None
         self._lock = threading.Lock()
 
