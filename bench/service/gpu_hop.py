@@ -206,10 +206,8 @@ def alone(
     end, left = time.monotonic() + args.share, len(args.ways) * len(args.rows)
     for rows in args.rows:
         for kind in args.ways:
-            budget, left = (
-                (end - time.monotonic()) / left,
-                left - 1,
-            )  # the first ones need less than their part
+            budget = (end - time.monotonic()) / left  # the first ones need less than their part
+            left -= 1
             load = Load(kind, rows, seconds=budget, most_calls=CALLS)
             phases.means()
             found = callers.run(load, 1)

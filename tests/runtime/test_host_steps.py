@@ -20,6 +20,7 @@ from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.host_steps import MOST_UNDER_WAY, HostSteps
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.together import Together
 from moeserve.runtime.rank.member.steps import wanted_in
 from moeserve.runtime.step import Announcement, Job, Stamp, joined_rows
 
@@ -430,3 +431,61 @@ def test_an_answer_is_due_so_long_after_its_rows_were_seen(room: Room) -> None:
     (job,) = room.ranked.announced
     assert before + 29.9 < job.deadline < time.monotonic() + 30.0
     room.ranked.step()
+
+
+def test_steps_that_cannot_be_let_in_fail_and_leave_no_rows_behind(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes wrong with the second of two rows takes those of the first out again."""
+    ranked, callers = room.ranked, room.callers[:2]
+    for caller in callers:
+        caller.announce([3])
+        caller.post()
+    known = ranked.admission._callers.of
+
+    def of(peer: str) -> object:
+        if peer == callers[1].lane.peer:
+            raise RuntimeError("unknown")
+        return known(peer)
+
+    monkeypatch.setattr(ranked.admission._callers, "of", of)
+    room.look()
+    assert not ranked.announced and not ranked.admission.rows
+    for caller in callers:
+        assert caller.ended is not None and caller.ended[0] is Status.LOST
+    monkeypatch.undo()
+    callers[1].announce([3])
+    callers[1].post()
+    room.look()
+    assert ranked.step() == [2] and callers[1].answer() == 4.0
+
+
+def test_an_answer_that_cannot_be_brought_home_tells_nothing_of_the_pace(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bring(*given: object) -> None:
+        raise RuntimeError("no way home")
+
+    ranked, noted = room.ranked, list[object]()
+    monkeypatch.setattr(ranked.admission._pace, "note", lambda *given, **more: noted.append(given))
+    monkeypatch.setattr(Together, "_bring_home", bring)
+    for caller in room.callers[:2]:
+        caller.announce([3])
+        caller.post()
+    room.look()
+    assert ranked.step() == [4]
+    assert not noted and ranked.observed == ["INTERNAL"] * 2
+    assert all(caller.ended is not None and caller.ended[0] is Status.LOST for caller in room.callers[:2])
+
+
+def test_a_pass_that_another_thread_has_concluded_leaves_its_lane_quiet(room: Room) -> None:
+    caller = room.callers[0]
+    caller.box[m.BELL] = 1
+    caller.announce([3])
+    run = caller.lane._pass
+    assert run is not None
+    caller.box[m.GIVEN_UP] = caller.number
+    caller.look()
+    assert caller.ended == (Status.OK, "")
+    caller.lane._end(run, Status.LATE, "a look that had begun before")
+    assert caller.ended == (Status.OK, "") and caller.lane.rings

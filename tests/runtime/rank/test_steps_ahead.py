@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from slow_engines import SECONDS, SlowEngines
@@ -18,6 +20,7 @@ from moeserve.runtime.rank import answers
 from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch, LaneCall
+from moeserve.runtime.rank.lanes.together import Part, Together
 from moeserve.runtime.rank.member import steps as steps_room
 from moeserve.runtime.rank.member.steps import APART_STEPS, MemberSteps
 from moeserve.runtime.rank.transfers import transfers
@@ -421,3 +424,37 @@ def test_what_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     finishing.drain()
     assert done == [1] and "broken" in caplog.text
     finishing.close()
+
+
+def test_a_head_that_cannot_be_told_keeps_no_answer_back(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told of a large answer before the caller is."""
+
+    def fails() -> None:
+        raise OSError("no way to the head")
+
+    monkeypatch.setattr(steps_room, "LARGE_BYTES", 1)
+    running.on_done, running.engines.passed = fails, True
+    call = running.submit(1, in_place=False)
+    running.step(1, [call])
+    assert call.wait(SECONDS) and call.error is None
+    running.steps.drain()
+    assert [record.number for record in running.records] == [1] and not running.failures
+
+
+def test_the_head_is_told_before_several_callers_of_one_job_are(running: Running) -> None:
+    """To tell all of them takes longer than to tell it, and the next step waits for the word."""
+    order = list[str]()
+
+    def part() -> Part:
+        rows = torch.ones(1, H), torch.zeros(1, H)
+        return Part(*rows, lambda told: order.append("answered"), lambda: None, lambda: None)
+
+    running.on_done, running.engines.passed = lambda: order.append("told"), True
+    choice = np.zeros((2, K), np.int32), torch.ones(2, K)
+    together = Together([part(), part()], choice, running.lane.forget, lambda: None)
+    running.lane.submit_together(together, (0, 0), math.inf, (True, True))
+    running.steps.run(Header(1, 1, 0, (2,), ((running.announced[-1], 2),)), GENERATION, running.epoch)
+    running.steps.drain()
+    assert order == ["told", "answered", "answered"]

@@ -41,7 +41,7 @@ its caller's attention.
 """
 
 NOTE_SECONDS = 0.001
-"""After which it is noted again who wants steps, where several lanes are attached and none wants another."""
+"""After which it is noted again who wants steps, where several lanes are attached and nobody new does."""
 
 LOOK_SHARE = 2.0
 """Between two looks at several lanes, of the time that the last one took, where no glance says whether there
