@@ -274,6 +274,8 @@ def many(
             p50=p(found.seconds, 50),
             p99=p(found.seconds, 99),
             calls=len(found.seconds),
+            fewest=min(found.each) / max(1.0, np.mean(found.each)),
+            most=max(found.each) / max(1.0, np.mean(found.each)),
             wrong=found.wrong,
         )
 

@@ -377,12 +377,12 @@ def test_who_hears_that_others_wait_behind_its_runs_is_not_alone(
         (attached,) = lanes._lanes.values()
         left: list[Company] = []
         attached.lane.yield_steps = lambda company: left.append(company)  # type: ignore[method-assign]
-        assert lanes._company(attached.lane) is Company.NONE
+        assert lanes.looking.company_of(attached.lane) is Company.NONE
         time.sleep(0.02)
         assert not left
-        lanes.company()
+        lanes.looking.company()
         wait_for(lambda: Company.CALLS in left)
-        assert lanes._company(attached.lane) is Company.CALLS
+        assert lanes.looking.company_of(attached.lane) is Company.CALLS
     finally:
         lanes.close()
         regions.close()

@@ -77,7 +77,7 @@ def attached(
 ) -> tuple[DeviceLanes, AnnouncedLane]:
     lanes = DeviceLanes(regions, MODEL, DeviceLaneLimits(lanes=2), lambda peer: lambda *step: None)
     ahead = {"key": "never", "shared": "auto"}.get(runs.why, "always")
-    lanes.mail = MailHost(runs, MODEL, 1 << 20, host_ahead=ahead)  # type: ignore[arg-type]
+    lanes.looking.mail = MailHost(runs, MODEL, 1 << 20, host_ahead=ahead)  # type: ignore[arg-type]
     request = moe_pb2.AttachLaneRequest(
         name="one", device="cpu", rows=rows, stages=1, dtype=moe_pb2.DType.Value(dtype)
     )
@@ -119,13 +119,13 @@ def test_memory_stays_registered_until_the_rank_lets_go_of_the_lane() -> None:
 def test_steps_of_lanes_count_as_no_calls_of_others() -> None:
     regions = Regions(RegionLimits())
     lanes, found = DeviceLanes(regions, MODEL, DeviceLaneLimits(), lambda peer: lambda *step: None), [3]
-    lanes.others = lambda own: found[0] > own
+    lanes.looking.others = lambda own: found[0] > own
     mine: AnnouncedLane = SimpleNamespace(active_at=0.0, under_way=3)  # type: ignore[assignment]
-    lanes._note_company([mine], 10.0)
-    assert lanes._company(mine) is Company.NONE
+    lanes.looking.note_company([mine], 10.0)
+    assert lanes.looking.company_of(mine) is Company.NONE
     found[0] = 4
-    lanes._note_company([mine], 10.0)
-    assert lanes._company(mine) is Company.CALLS
+    lanes.looking.note_company([mine], 10.0)
+    assert lanes.looking.company_of(mine) is Company.CALLS
     lanes.close()
     regions.close()
 

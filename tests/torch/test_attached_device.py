@@ -23,7 +23,7 @@ from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.running import PassLate
-from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
+from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import MoeExperts, Settings, WrongRows, connect
 from moeserve.torch.attached_device import AttachedDevice

@@ -23,7 +23,7 @@ from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
-from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
+from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import MoeExperts, Settings, connect
 

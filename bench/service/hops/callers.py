@@ -19,7 +19,7 @@ from moeserve.proto.errors import MoeError
 from moeserve.proto.heap import keep_freed_memory
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.tensors import as_torch
-from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
+from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 
 KINDS = ("placed", "plain", "inline", "pass placed", "pass")
 PASS_STEPS = 40  # of a standing pass, about, before it begins again
@@ -50,6 +50,7 @@ class Called:
     wrong: int = 0
     failed: list[str] = field(default_factory=list)
     lasted: float = 0.0
+    each: list[int] = field(default_factory=list)  # calls of each caller
 
     def plus(self, other: Called) -> Called:
         """Both together."""
@@ -58,6 +59,7 @@ class Called:
             self.wrong + other.wrong,
             self.failed + other.failed,
             max(self.lasted, other.lasted),
+            self.each + other.each,
         )
 
 
@@ -264,7 +266,7 @@ class _Caller:
                 continue
             seconds.append(time.perf_counter() - started)
             wrong += not self._right(layer, answer)
-        self.called = Called(seconds, wrong, failed, time.monotonic() - begin)
+        self.called = Called(seconds, wrong, failed, time.monotonic() - begin, [len(seconds)])
 
     def _right(self, layer: int, answer: Tensor) -> bool:
         first = self._first[layer]

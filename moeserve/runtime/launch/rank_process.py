@@ -279,15 +279,16 @@ class _RankProcess:
         )
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door), steps)
         lanes.on_pass = self._telemetry.observe_pass
+        self.member.attend(lanes.look_elsewhere, lanes.back)
         if self._runs is not None:
-            lanes.mail = MailHost(
+            lanes.looking.mail = MailHost(
                 self._runs,
                 model,
                 passes.lane_bytes,
                 share_gpu=passes.share_gpu,
                 host_ahead=passes.host_ahead,
             )
-            lanes.others, self.member.on_company = door.has_calls, lanes.company
+            lanes.looking.others, self.member.on_company = door.has_calls, lanes.looking.company
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch, LaneCall
-from moeserve.runtime.rank.member import steps as steps_room
+from moeserve.runtime.rank.member import finishing
 from moeserve.runtime.rank.member.steps import MemberSteps
 from moeserve.runtime.step import CallerMemory, Header, Lent, Phases
 
@@ -156,7 +156,7 @@ def test_parts_of_a_large_call_lie_in_one_place(running: Running, monkeypatch: p
     call = running.submit(40, home)
     assert len(call.jobs) == 3
     order = list[str]()
-    monkeypatch.setattr(steps_room, "LARGE_BYTES", 8 * H * 4)
+    monkeypatch.setattr(finishing, "LARGE_BYTES", 8 * H * 4)
     running.on_done = lambda: order.append("told" if not call.ended else "answered")
     for job in call.jobs:
         running.step(SimpleNamespace(jobs=[job]))  # type: ignore[arg-type]

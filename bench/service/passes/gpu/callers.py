@@ -20,7 +20,7 @@ from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.steps import batches, check
 from bench.service.passes.gpu.through_service import HOME, Opened
 from moeserve.dispatch.mail.kernels import Given
-from moeserve.runtime.doors.passes.device_lanes import COMPANY_SECONDS
+from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 from moeserve.torch.ways import Rows
 
 DEPTH = 58

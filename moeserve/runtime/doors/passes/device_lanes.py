@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.host import sleep_finely
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.passes.announced import (
@@ -23,10 +23,9 @@ from moeserve.runtime.doors.passes.announced import (
 from moeserve.runtime.doors.passes.asked import DeviceLaneLimits, checked
 from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
 from moeserve.runtime.doors.passes.host_steps import HostSteps
-from moeserve.runtime.doors.passes.mail_host import MailHost
-from moeserve.runtime.doors.passes.mail_lane import MailLane
-from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK, MOMENT, Bells, Pauses, pause_of, sleep_finely
-from moeserve.runtime.doors.passes.turns import Company, Turns
+from moeserve.runtime.doors.passes.looking import Looking
+from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK
+from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
@@ -34,19 +33,6 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.05
 """Between looks whether the callers' leases are still there."""
-
-COMPANY_SECONDS = 0.5
-"""After a call of others waited for a step, in which no forward pass is launched ahead: they would wait for
-its caller's attention.
-"""
-
-NOTE_SECONDS = 0.001
-"""After which it is noted again who wants steps, where several lanes are attached and nobody new does."""
-
-LOOK_SHARE = 2.0
-"""Between two looks at several lanes, of the time that the last one took, where no glance says whether there
-is anything to look at.
-"""
 
 CLOSE_SECONDS = 5.0
 """Within which the thread has to end."""
@@ -84,24 +70,16 @@ class DeviceLanes:
         self.steps = steps
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
-        self.mail: MailHost | None = None  # makes lanes whose steps are launched ahead; None: none are
         self.why_no_mail = "this rank computes on the CPU"
-        self.others: Callable[[int], bool] = lambda own: False  # whether more calls than that wait for steps
-        self._noted = -math.inf  # when it was last noted who wants steps
-        self._others_at = -math.inf  # when calls were last seen to wait
-        self._calls = False  # whether they have waited lately
-        self._active: list[AnnouncedLane] = []  # lanes whose callers have wanted steps lately
-        self._hosts: list[AnnouncedLane] = []  # those of them with rows in host memory
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
+        self._there: list[AnnouncedLane] = []  # the same lanes
         self._leaving: list[AnnouncedLane] = []  # with steps under way
         self._coming: set[str] = set()  # names of lanes whose memory is being made
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._closing = False
-        self._pauses, self._bells = Pauses(), Bells()
-        if steps is not None:
-            steps.ended = self._pauses.step_ended
+        self._closing = self._failed = False
+        self.looking = Looking(steps)
         self._thread = threading.Thread(target=self._run, name="device-lanes", daemon=True)
         self._thread.start()
 
@@ -110,7 +88,7 @@ class DeviceLanes:
 
         Raises NameTaken, LanesTaken, DeviceRefused, TensorError naming a wrong field, and RegionLimit.
         """
-        layout = checked(request, self._model, self._limits, self.mail, self.why_no_mail)
+        layout = checked(request, self._model, self._limits, self.looking.mail, self.why_no_mail)
         with self._lock:
             self._room_for(request.name)
             self._coming.add(request.name)
@@ -125,6 +103,7 @@ class DeviceLanes:
             closing = self._closing
             if not closing:
                 self._lanes[lane.memory.mailbox] = Attached(request.name, request.device, lane)
+                self._there = [*self._there, lane]
                 self._changed.notify()
         if closing:
             self._forget(lane)
@@ -155,11 +134,11 @@ class DeviceLanes:
         memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
         handle, wire = b"", ""
         try:
-            if self.mail is None or request.device == "cpu":
+            if self.looking.mail is None or request.device == "cpu":
                 lane = self._host_lane(memory, terms, peer)
             else:
-                made, handle = self.mail.lane(request, memory, terms)
-                made.company, lane, wire = (lambda: self._company(made)), made, made.wire
+                made, handle = self.looking.mail.lane(request, memory, terms)
+                made.company, lane, wire = (lambda: self.looking.company_of(made)), made, made.wire
         except BaseException:
             for one in held:
                 one.close()
@@ -185,14 +164,15 @@ class DeviceLanes:
     def _host_lane(self, memory: LaneMemory, terms: LaneTerms, peer: str) -> AnnouncedLane:
         """A lane of rows in host memory."""
         calls = DeviceLane(memory, terms, self._begin_for(peer))
-        calls.steps, calls.peer, calls.step_ended = self.steps, peer, self._pauses.step_ended
-        mail = self.mail
+        calls.steps, calls.peer = self.looking.steps, peer
+        calls.step_ended = self.looking.pauses.step_ended
+        mail = self.looking.mail
         made = None if mail is None else mail.host_lane(memory, terms, calls)
         if mail is None or made is None:
             return calls
 
         def company() -> Company:
-            found = self._company(made)
+            found = self.looking.company_of(made)
             return Company.CALLS if found is Company.NONE and not mail.own_gpu else found
 
         made.company = company
@@ -205,7 +185,7 @@ class DeviceLanes:
             if attached is None:
                 text = "no device lane has this mailbox; it was detached, or its caller's lease ended"
                 raise UnknownLane(text)
-            self._leaving.append(attached.lane)
+            self._leaves(attached)
             self._changed.notify()
         self._leave(attached, "it was detached")
 
@@ -215,15 +195,28 @@ class DeviceLanes:
             there = list(self._lanes.values())
         return [lane_info(one.name, one.device, one.lane) for one in there]
 
-    def company(self) -> None:
-        """Other members of the group wait behind runs of lanes here; from any thread."""
-        self._others_at = time.monotonic()
+    def look_elsewhere(self) -> None:
+        """A look by the thread that launches steps, instead of the lanes' own thread, until `back`. What goes
+        wrong is left to that one, which has its say.
+        """
+        if self._leaving or self._closing or self._failed:
+            return
+        try:
+            self.looking.look_elsewhere(lambda: self._there)
+        except Exception:
+            self._failed = True
+            log.exception("lanes are looked at by their own thread alone")
+
+    def back(self) -> None:
+        """The thread that launches steps looks at lanes no more."""
+        self.looking.back()
 
     def close(self) -> None:
         """Detaches all lanes and ends the thread."""
         with self._lock:
             there, self._lanes = list(self._lanes.values()), {}
-            self._leaving += [attached.lane for attached in there]
+            for attached in there:
+                self._leaves(attached)
             self._closing = True
             self._changed.notify()
         for attached in there:
@@ -232,35 +225,24 @@ class DeviceLanes:
         if self._thread.is_alive():
             log.error("the thread of device lanes did not end within %g s", CLOSE_SECONDS)
 
-    def _company(self, lane: AnnouncedLane) -> Company:
-        """Who but this lane's caller wants steps, as of the last look."""
-        if self._calls or _others(self._hosts, lane):
-            return Company.CALLS
-        return Company.LANES if _others(self._active, lane) else Company.NONE
-
-    def _note_company(self, lanes: list[AnnouncedLane], now: float) -> None:
-        """Notes who wants steps."""
-        if self.others(sum(lane.under_way for lane in lanes)):
-            self._others_at = now
-        since = now - COMPANY_SECONDS
-        self._calls = self._others_at >= since
-        self._active = [lane for lane in lanes if lane.active_at >= since or lane.under_way]
-        self._hosts = [lane for lane in self._active if not isinstance(lane, MailLane)]
-        self._noted = now
-
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
         if self._closing:
             raise LanesTaken(CLOSED)
         if name in self._coming or any(attached.name == name for attached in self._lanes.values()):
             raise NameTaken(f"a device lane named {name!r} is attached here; detach it, or take another name")
-        most, retired = self._limits.lanes, 0 if self.mail is None else self.mail.retired
+        most, retired = self._limits.lanes, 0 if self.looking.mail is None else self.looking.mail.retired
         others = len(self._leaving) + len(self._coming) + retired
         if len(self._lanes) + others >= most:
             more = f", {others} are coming or leaving" if others else ""
             raise LanesTaken(
                 f"{len(self._lanes)} device lanes are attached{more}, and passes.lanes is {most}"
             )
+
+    def _leaves(self, attached: Attached) -> None:
+        """A lane is in the table no more; the lock is held."""
+        self._there = [lane for lane in self._there if lane is not attached.lane]
+        self._leaving.append(attached.lane)
 
     def _leave(self, attached: Attached, why: str) -> None:
         """Ends a lane that is in the table no more; its memory goes when its steps have ended."""
@@ -282,7 +264,7 @@ class DeviceLanes:
         while time.monotonic() < until and any(lane.in_pass for lane in left):
             time.sleep(LONGEST_LOOK)
             for lane in left:
-                self._looked(lane, time.monotonic())
+                self.looking.looked(lane, time.monotonic())
         for lane in left:
             if lane.in_pass:  # a step may touch its memory
                 log.error("a device lane is kept: its pass did not end within %g s", CLOSE_SECONDS)
@@ -297,69 +279,15 @@ class DeviceLanes:
                     self._changed.wait()
                 if self._closing and not self._leaving:
                     return
-                lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
-            ended = self._pauses.looks()
-            if not ended and not leaving and self._bells.quiet(lanes):
-                self._pauses.wait(self._bells.pause, None)
-                continue
-            self._bells.look(lanes)
-            bell = lanes[0].bell() if len(lanes) == 1 and not leaving else None
-            now = time.monotonic()
-            if len(lanes) == 1:
-                self._note_company(lanes, now)
-            stirring = [lane for lane in lanes if lane.stirs(now)]
-            if stirring:
-                self._look_at(stirring, lanes, now)
-            for lane in leaving:
-                self._looked(lane, now)
-                self._forget_idle(lane)
-            if now - swept > SWEEP_SECONDS:
-                swept = now
+                lanes, leaving = self._there, list(self._leaving)
+            if time.monotonic() - swept > SWEEP_SECONDS:
+                swept = time.monotonic()
                 self._sweep()
-            if self.mail is not None:
-                self.mail.await_launches(LONGEST_LOOK)
-            if not leaving and self._bells.looked(now):
-                self._pauses.wait(self._bells.glance_in(pause_of(lanes, now, MOMENT)), None)
-                continue
-            least = 0.0
-            if bell is None:  # of several callers' looks most find nothing, and steps want the interpreter
-                least = LOOK_SHARE * (time.monotonic() - now)
-            pause = pause_of((*lanes, *leaving), now, least)
-            rung = bell is not None and lanes[0].rings and not lanes[0].unseen
-            self._pauses.wait(pause, bell if rung else None)
-
-    def _look_at(self, stirring: list[AnnouncedLane], lanes: list[AnnouncedLane], now: float) -> None:
-        """Looks at those of the lanes that stir, begins what they want, and has others make room for it."""
-        if len(lanes) > 1 and now - self._noted > NOTE_SECONDS:
-            self._note_company(lanes, now)
-        found = [lane for lane in stirring if self._looked(lane, now)]
-        self._begin_steps()
-        if any(lane not in self._active for lane in found):
-            self._note_company(lanes, now)
-        for lane in lanes:  # also those whose callers have not wanted a step lately
-            if lane.ahead and (company := self._company(lane)) is not Company.NONE:
-                lane.yield_steps(company)
-        Turns.leave(lane for lane in lanes if isinstance(lane, MailLane))
-
-    def _begin_steps(self) -> None:
-        """Begins together what lanes of the host have found."""
-        if self.steps is not None:
-            self.steps.begin()
-
-    def _looked(self, lane: AnnouncedLane, now: float) -> bool:
-        """Looks at `lane`; whether there was anything. What goes wrong with a lane ends it, and no other."""
-        try:
-            found = lane.look(now)
-            if found:
-                lane.active_at = lane.stirred_at = now
-            elif lane.soon:
-                lane.stirred_at = now
-            return found
-        except Exception:
-            log.exception("a device lane is detached")
-            lane.detach("the rank could not read it")
-            lane.stirred_at = now
-            return True
+            if leaving or self.looking.await_turn():
+                pause = self.looking.look(lanes, leaving)
+                for lane in leaving:
+                    self._forget_idle(lane)
+                self.looking.pauses.wait(*pause)
 
     def _sweep(self) -> None:
         """Detaches lanes whose caller's lease has ended."""
@@ -369,7 +297,8 @@ class DeviceLanes:
                 for name, attached in list(self._lanes.items())
                 if attached.lane.detached or not self._leased(attached.lane.memory)
             ]
-            self._leaving += [attached.lane for attached in gone]
+            for attached in gone:
+                self._leaves(attached)
         for attached in gone:
             self._leave(attached, attached.lane.detached or "its caller's lease ended")
 
@@ -389,8 +318,3 @@ class DeviceLanes:
         for name in (lane.memory.mailbox, lane.memory.answers):
             with suppress(UnknownRegion):
                 self._regions.release(name)
-
-
-def _others(lanes: list[AnnouncedLane], lane: AnnouncedLane) -> bool:
-    """Whether there is another than `lane`; each stands there once."""
-    return len(lanes) > 1 or (len(lanes) == 1 and lanes[0] is not lane)

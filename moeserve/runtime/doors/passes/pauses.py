@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 from moeserve.runtime.doors.passes.announced import AnnouncedLane, Bell
-
-log = logging.getLogger(__name__)
 
 SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
 """Seconds between two looks. In between, a look comes after an eighth of the time in which nothing was. While
@@ -23,9 +18,6 @@ step would have to share the interpreter with it.
 
 MOMENT = 1e-4
 """Seconds for which a thread sleeps whatever ends meanwhile: to be woken takes a lock more."""
-
-SET_TIMER_SLACK = 29
-"""Of prctl: nanoseconds by which the kernel may wake a thread late, 50,000 by default."""
 
 
 class Pauses:
@@ -39,6 +31,11 @@ class Pauses:
         """A step of a lane has."""
         with suppress(RuntimeError):  # another one has, too
             self._none_ended.release()
+
+    @property
+    def over(self) -> bool:
+        """Whether a step has ended since the last look."""
+        return not self._none_ended.locked()
 
     def looks(self) -> bool:
         """A look begins: what ends from now on is seen after it. Whether a step has since the last one."""
@@ -103,10 +100,3 @@ def pause_of(lanes: Sequence[AnnouncedLane], now: float, least: float) -> float:
         if first <= least:
             return least
     return first if lanes else least
-
-
-def sleep_finely() -> None:
-    """Has short sleeps of the calling thread take half as long."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(SET_TIMER_SLACK, 1, 0, 0, 0):
-        log.warning("the thread of device lanes sleeps coarsely: prctl: %s", os.strerror(ctypes.get_errno()))

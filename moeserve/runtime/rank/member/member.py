@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
+from moeserve.proto.host import sleep_finely
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.head_stream import HeadStream
 from moeserve.runtime.control.messages import (
@@ -44,6 +45,7 @@ from moeserve.runtime.step import Announcement, StepRecord
 
 log = logging.getLogger(__name__)
 
+GLANCE_SECONDS = 3e-5  # between two looks at lanes and steps under way, while jobs of several callers flow
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ALWAYS = ("abort", "load", "held", "act")  # entries that count in every generation
 
@@ -104,6 +106,8 @@ class Member:
         self.on_leave: Callable[[], None] = lambda: (
             None
         )  # dispatchers are about to be closed, and nothing runs
+        self._look: Callable[[], None] = lambda: None
+        self._looks_no_more: Callable[[], None] = lambda: None
         self.joined = False  # steps can be launched
         self.closed_layers = frozenset[int]()  # decoder indices, that members still read
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
@@ -159,6 +163,12 @@ class Member:
         """
         self._steps.after(act)
 
+    def attend(self, look: Callable[[], None], back: Callable[[], None]) -> None:
+        """Has the thread that launches steps look after lanes while jobs of several callers flow. look: at
+        what their callers want. back: it looks no more.
+        """
+        self._look, self._looks_no_more, self._steps.attends = look, back, True
+
     def _tell(self, message: Message) -> None:
         """Says something to the head. Where the stream has ended, whoever receives sees to what follows: the
         generation ends, and so do its jobs.
@@ -174,6 +184,7 @@ class Member:
 
     def run(self) -> None:
         """Executes entries until the stream ends."""
+        sleep_finely()
         threading.Thread(target=self._receiving.run, name="stream", daemon=True).start()
         while (entry := self._next())["kind"] != "stop":
             if entry["kind"] not in ALWAYS and not self._generation.counts(entry):
@@ -193,10 +204,27 @@ class Member:
                 left["act"]()
 
     def _next(self) -> Message:
-        """The next entry; while none comes, what was counted is reported."""
-        while (entry := self._entries.next(REPORT_SECONDS)) is None:
+        """The next entry; while none comes, what was counted is reported, and lanes may be looked after."""
+        while True:
+            if self._steps.attended and (entry := self._next_attending()) is not None:
+                return entry
+            if (entry := self._entries.next(REPORT_SECONDS)) is not None:
+                return entry
             self._steps.look_after(self._generation.live)
-        return entry
+
+    def _next_attending(self) -> Message | None:
+        """The next entry; None where jobs of several callers flow no more. Meanwhile this thread begins such
+        jobs and answers them: others would take the interpreter from it, and it from them.
+        """
+        while self._steps.attended:
+            if (entry := self._entries.next(0.0)) is not None:
+                return entry
+            ended = self._steps.finish_ended()
+            self._look()
+            if not ended:
+                time.sleep(GLANCE_SECONDS)
+        self._looks_no_more()
+        return None
 
     def _close_lane(self, reason: str) -> None:
         if self._lane is not None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from moeserve.runtime.control.stream import Message, StreamClosed
+from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
-from moeserve.runtime.rank.answers import InOrder, on_host
+from moeserve.runtime.rank.answers import on_host
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
+from moeserve.runtime.rank.member.finishing import Finishing, Launched, Parts
 from moeserve.runtime.rank.member.reports import Counted, Reports
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.transfers.transfers import ASIDE_BYTES, InFlight
@@ -31,45 +30,24 @@ from moeserve.runtime.step import (
     empty_input,
 )
 
-log = logging.getLogger(__name__)
-
 APART_STEPS = 8
 """Steps in a row that each came when the one before it was over: then the next one's caller is likely alone.
 """
 
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 
-LARGE_BYTES = 1 << 20
-"""The head is told that a step has ended before answers of this size on are given out, or those of a job of
-several callers, and else right after the first: to tell it takes longer than to give out a small one.
-"""
-
-Parts = Sequence[tuple[int, "Job | None"]]
-"""Rows and job of each caller in a step, in its order; None for a job that is gone."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Launched:
-    """A step that was launched; its answers are on their way to the host."""
-
-    header: Header
-    generation: int
-    stamp: Stamp
-    parts: Parts
-    callers: int  # whose rows the jobs have
-    flight: InFlight
-    phases: Phases
-    started: float  # time.monotonic() seconds
-    lasted: float  # seconds of the launch
+ATTENDED_SECONDS = 0.005
+"""After a job of several callers was launched, for which the thread of the steps looks after lanes, too."""
 
 
 class MemberSteps:
     """Runs steps of `rank` on the jobs of `lane`, None where it has none.
 
-    The thread of the steps launches them and waits for no answer. Another one finishes them in their order:
-    it waits for the device, looks who was late, and answers the callers. To wake it takes as long as many a
-    step, so the thread of the steps answers a single caller itself: on a CPU, where nothing is left to wait
-    for, and on a device while no step comes before the one before it is over.
+    The thread of the steps launches them and waits for no answer. Another one finishes them in their order
+    (`Finishing`). To wake it takes as long as many a step, so the thread of the steps answers a single caller
+    itself: on a CPU, where nothing is left to wait for, and on a device while no step comes before the one
+    before it is over. And those of jobs of several callers, between two others: two threads that have much to
+    do for each of many callers take the interpreter from each other, at several times what they do.
     """
 
     def __init__(
@@ -79,16 +57,15 @@ class MemberSteps:
         send: Callable[[Message], None],
         observe: Callable[[StepRecord], None],
     ) -> None:
-        self._rank, self._lane, self._send, self._observe = rank, lane, send, observe
+        self._rank, self._lane, self._observe = rank, lane, observe
         self.steps = self.expert_rows = 0  # since the start
-        self.failed: Callable[[Message, Exception], None] = _nobody_hears  # of a step without an answer
+        self.attends = False  # the thread of the steps calls `finish_ended`, while `attended`
         self.another: Callable[[], bool] = _always  # whether an entry waits for the thread of the steps
         self._apart = 0  # steps in a row that came when the one before was over
-        self._broken = 0  # the generation in which a step failed: it gives out no further answer
+        self._attended_until = -math.inf
         self.observe_rows: Callable[[int, int], None] = _nobody_counts  # by layer, as the device has counted
         self._computed: list[int] = []  # as last read
-        self._untold = False  # whether it was said that the device's timestamps cannot be read
-        self._finishing = InOrder("answers")
+        self._finishing = Finishing(rank, send, self._count)
         self._reports = Reports(send)
         self._reported = 0, 0  # steps and rows of experts in the last report
         self._reported_at = 0.0
@@ -106,16 +83,54 @@ class MemberSteps:
         flight, phases = self._launch(header, parts)
         stamp, lasted = Stamp(header.epoch, version), time.monotonic() - started
         callers = sum(1 if job is None else job.callers for _, job in parts)
-        launched = _Launched(header, generation, stamp, parts, callers, flight, phases, started, lasted)
+        launched = Launched(header, generation, stamp, parts, callers, flight, phases, started, lasted)
         if self._answers_itself(launched):
-            self._finish(launched)
+            self._finishing.finish(launched)
             if self._rank.device != "cpu" and self.another():
                 self._apart = 0  # it came while this thread waited for the device
-        else:
-            self._put(launched)
+        elif not (self._keeps(launched) and self._finishing.keep(launched)):
+            self._finishing.put(launched)
         self.report_if_due(generation)
 
-    def _answers_itself(self, launched: _Launched) -> bool:
+    def _keeps(self, launched: Launched) -> bool:
+        """Whether the thread of the steps is to finish this one between others: there is nothing but jobs of
+        several callers in it, or nothing of this member at all, and such jobs flow.
+        """
+        if not self.attends or self._rank.device == "cpu":
+            return False
+        jobs = [job for _, job in launched.parts if job is not None]
+        if any(job.several is None for job in jobs):
+            return False
+        now = time.monotonic()
+        if launched.callers > len(launched.parts):
+            self._attended_until = now + ATTENDED_SECONDS
+        return now < self._attended_until
+
+    @property
+    def attended(self) -> bool:
+        """Whether jobs of several callers flow, and the thread of the steps is to look after these."""
+        return self._finishing.keeps or time.monotonic() < self._attended_until
+
+    def finish_ended(self) -> bool:
+        """Answers the callers of the oldest step that was left for that, if it has ended; whether it has."""
+        return self._finishing.finish_ended()
+
+    @property
+    def failed(self) -> Callable[[Message, Exception], None]:
+        """Is told of a step that gave no answer."""
+        return self._finishing.failed
+
+    @failed.setter
+    def failed(self, told: Callable[[Message, Exception], None]) -> None:
+        self._finishing.failed = told
+
+    def _count(self, record: StepRecord) -> None:
+        """Counts a step that was answered."""
+        self.steps += 1
+        self.expert_rows += max(0, record.phases.expert_rows)
+        self._observe(record)
+
+    def _answers_itself(self, launched: Launched) -> bool:
         """Whether the thread of the steps finishes this one: nobody else's step waits for it meanwhile."""
         if len(launched.parts) > 1 or not self._finishing.idle:
             return False
@@ -123,14 +138,6 @@ class MemberSteps:
             return True
         callers = 0 if self._lane is None else max(self._lane.in_flight, launched.callers)
         return self._apart >= APART_STEPS and callers <= 1 and not self.another()
-
-    def _put(self, launched: _Launched) -> None:
-        """Has the step finished after those before it. Raises TimeoutError where they do not end."""
-        try:
-            self._finishing.put(lambda: self._finish(launched))
-        except BaseException:
-            self._let_go(launched.flight)
-            raise
 
     def _taken(self, header: Header, version: int) -> Parts:
         """The header's jobs, without those that are gone or demand other weights."""
@@ -170,98 +177,9 @@ class MemberSteps:
             flight = transfers.fetch(answer, parts, kept, busy=not self._finishing.idle)
             rank.count()
         except BaseException:
-            self._let_go(transfers.abandoned(parts) if flight is None else flight)
+            self._finishing.let_go(transfers.abandoned(parts) if flight is None else flight)
             raise
         return flight, phases
-
-    def _let_go(self, flight: InFlight) -> None:
-        """Has what a step without an answer used be given back, once its copies have ended."""
-
-        def end() -> None:
-            flight.event.synchronize()
-            flight.release()
-
-        self._finishing.beside(end)
-
-    def _finish(self, launched: _Launched) -> None:
-        """Waits for a step's answer and gives it to the callers, unless it is no good."""
-        header, generation = launched.header, launched.generation
-        try:
-            launched.flight.event.synchronize()
-            ended = time.monotonic()
-            late = self._rank.late(header.layer)
-            if generation == self._broken:
-                raise RuntimeError(f"step {header.number} has no answer, since one before it failed")
-        except Exception as error:
-            self._broken = generation
-            self._fail(generation, error)
-            return
-        finally:
-            launched.flight.release()
-        self._rank.progress.end(header.number)
-        # a large answer may be copied by this thread: the next step's header need not wait for it
-        first = launched.callers > len(launched.parts) or _bytes_to_copy(launched) >= LARGE_BYTES
-        told = first and self._done(launched)
-        for output, (_, job) in zip(launched.flight.outputs, launched.parts, strict=True):
-            if job is not None and output is not None:
-                job.finish(output, launched.stamp)
-                told = told or self._done(launched)  # the next step's header need not wait for all answers
-        if not told:
-            self._done(launched)
-        self._note(launched, late, ended)
-
-    def _done(self, launched: _Launched) -> bool:
-        """Tells the coordinator that the step has ended here."""
-        try:
-            number = launched.header.number
-            self._send({"kind": "done", "generation": launched.generation, "step": number})
-        except StreamClosed as closed:
-            log.info("nobody is told of steps any more: %s", closed)
-        except Exception:  # its callers are told all the same
-            log.exception("the head could not be told that step %d has ended", launched.header.number)
-        return True
-
-    def _fail(self, generation: int, error: Exception) -> None:
-        try:
-            self.failed({"kind": "step", "generation": generation}, error)
-        except StreamClosed as closed:
-            log.info("nobody is told of a failed step any more: %s", closed)
-
-    def _note(self, launched: _Launched, late: tuple[int, ...], ended: float) -> None:
-        """Counts a step that was answered, and `ended` at a time of the monotonic clock."""
-        header, phases, parts = launched.header, launched.phases, launched.parts
-        self.steps += 1
-        self.expert_rows += max(0, phases.expert_rows)
-        began, reply = launched.started, time.monotonic() - ended
-        if phases.on_device is not None:  # the host began to launch it while others were computed
-            phases = self._measured(phases)
-            if phases.timed:
-                began = max(began, ended - phases.dispatch - phases.compute - phases.combine)
-        wait = max((began - job.created for _, job in parts if job is not None), default=0.0)
-        rows = sum(size for size, _ in parts)
-        self._observe(
-            StepRecord(
-                header.number,
-                header.layer,
-                launched.callers,
-                rows,
-                wait,
-                phases,
-                late,
-                launched.lasted,
-                reply,
-            )
-        )
-
-    def _measured(self, phases: Phases) -> Phases:
-        """The phases by the device's clock; not timed where it cannot be read, which is logged once."""
-        try:
-            return phases.measured()
-        except RuntimeError as error:
-            if not self._untold:
-                self._untold = True
-                log.warning("the device's timestamps cannot be read, phases are not shown: %s", error)
-            return replace(phases, timed=False, on_device=None)
 
     def _retire(self, upload: Upload) -> None:
         """Lets go of rows that were uploaded for no step, once their copy has ended."""
@@ -283,7 +201,7 @@ class MemberSteps:
 
     def after(self, act: Callable[[], None]) -> None:
         """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
-        self._finishing.put(act)
+        self._finishing.after(act)
 
     def drain(self) -> None:
         """Waits until every launched step has ended, and its callers have their answers.
@@ -319,10 +237,6 @@ class MemberSteps:
 
     def close(self) -> None:
         """Finishes what was launched, and reports nothing any more."""
-        try:
-            self._finishing.drain()
-        except TimeoutError as late:
-            log.error("the rank stops: %s", late)
         self._finishing.close()
         self._reports.close()
 
@@ -345,24 +259,6 @@ def _in_place(parts: Parts, dtype: torch.dtype) -> Lent | None:
     return lent
 
 
-def _bytes_to_copy(launched: _Launched) -> int:
-    """Bytes of a step's answers that do not lie where their callers want them yet."""
-    answers = zip(launched.flight.outputs, launched.parts, strict=True)
-    return sum(
-        output.nbytes for output, (_, job) in answers if output is not None and not _placed(job, output)
-    )
-
-
-def _placed(job: Job | None, output: Tensor) -> bool:
-    """Whether who replies has nothing to copy. Of a call's part nobody knows where the others lie."""
-    lent = None if job is None else job.lent
-    if output.is_meta:
-        return True
-    if lent is None or lent.home is None or not lent.whole:
-        return False
-    return output.data_ptr() == lent.home.data_ptr()
-
-
 def wanted_in(job: Job | None, version: int) -> Job | None:
     """The job, unless it demands other weights: then it fails, and its rows travel without experts."""
     if job is None or job.weights_version in (0, version):
@@ -383,8 +279,3 @@ def _always() -> bool:
 
 def _nobody_counts(layer: int, rows: int) -> None:
     """Does nothing with rows that were counted on the device."""
-
-
-def _nobody_hears(entry: Message, error: Exception) -> None:
-    """Logs a failure that nobody takes."""
-    log.error("a step of generation %s failed", entry["generation"], exc_info=error)

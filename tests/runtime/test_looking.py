@@ -1,0 +1,166 @@
+"""Who looks at a rank's lanes: a thread of their own, or the one that launches steps, and never both."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moeserve.proto import moe_pb2
+from moeserve.runtime.doors.passes import looking as module
+from moeserve.runtime.doors.passes.announced import LaneModel
+from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
+from moeserve.runtime.doors.passes.device_lane import DeviceLane
+from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
+
+SECONDS = 5.0
+
+
+class Seen:
+    """Notes by which thread each look at a lane is, and whether two are at it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by: list[int] = []
+        self.at_once = 0
+        self.takes = 0.0
+        self._at = 0
+        monkeypatch.setattr(DeviceLane, "stirs", lambda lane, now: True)
+        monkeypatch.setattr(DeviceLane, "look", lambda lane, now: self._look())
+
+    def _look(self) -> bool:
+        self._at += 1
+        self.at_once = max(self.at_once, self._at)
+        self.by.append(threading.get_ident())
+        time.sleep(self.takes)
+        self._at -= 1
+        return False
+
+    def since(self, count: int) -> set[int]:
+        """Threads of the looks since there were so many."""
+        return set(self.by[count:])
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(monkeypatch)
+
+
+@pytest.fixture
+def lanes(seen: Seen) -> Any:
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    model = LaneModel("tiny", 8, 4, 2, (3, 5))
+    made = DeviceLanes(regions, model, DeviceLaneLimits(lanes=4), lambda peer: lambda *step: None)
+    attach(made, "one")
+    yield made
+    made.close()
+    regions.close()
+
+
+def attach(lanes: DeviceLanes, name: str) -> str:
+    asked = moe_pb2.AttachLaneRequest(name=name, device="cpu", dtype=moe_pb2.DTYPE_FP32, rows=4, stages=1)
+    return lanes.attach(asked, "tester").mailbox
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < until, "it did not come to be"
+        time.sleep(0.001)
+
+
+def look_for(lanes: DeviceLanes, seconds: float) -> None:
+    """Looks as the thread that launches steps does, for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        lanes.look_elsewhere()
+        time.sleep(1e-4)
+
+
+def test_while_the_thread_of_the_steps_looks_no_other_one_does(
+    lanes: DeviceLanes, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ELSEWHERE_SECONDS", 2.0)
+    wait_for(lambda: bool(seen.by))
+    assert threading.get_ident() not in seen.by
+    look_for(lanes, 0.05)  # the other thread may be at a look when it begins
+    count = len(seen.by)
+    look_for(lanes, 0.1)
+    assert len(seen.by) > count and seen.since(count) == {threading.get_ident()}
+    count = len(seen.by)
+    lanes.back()
+    began = time.monotonic()
+    wait_for(lambda: len(seen.by) > count + 3)
+    assert seen.since(count) == {lanes._thread.ident} and time.monotonic() - began < 1.0
+
+
+def test_where_that_one_is_away_for_long_the_lanes_thread_looks(lanes: DeviceLanes, seen: Seen) -> None:
+    look_for(lanes, 0.02)
+    count = len(seen.by)  # from here on it is in a launch, and says nothing
+    wait_for(lambda: lanes._thread.ident in seen.since(count))
+
+
+def test_two_threads_are_never_at_a_look_together(lanes: DeviceLanes, seen: Seen) -> None:
+    seen.takes = 0.002
+    for _ in range(20):
+        look_for(lanes, 0.008)
+        lanes.back()
+        time.sleep(0.004)
+    assert seen.at_once == 1 and seen.since(0) == {threading.get_ident(), lanes._thread.ident}
+
+
+def test_between_two_looks_it_waits_as_the_other_thread_does(
+    lanes: DeviceLanes, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_LOOK", 1.0)
+    lanes.looking._look = lambda *given, **named: (seen.by.append(-1), (1.0, None))[1]  # type: ignore[method-assign]
+    look_for(lanes, 0.05)
+    count = len(seen.by)
+    look_for(lanes, 0.05)
+    assert seen.since(count) <= {lanes._thread.ident}, "nothing is due"
+    lanes.looking.pauses.step_ended()
+    lanes.look_elsewhere()
+    assert seen.by[-1] == -1, "a step has ended"
+
+
+def test_a_lane_that_leaves_is_let_go_of_by_its_own_thread_meanwhile(
+    lanes: DeviceLanes, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox, closed = attach(lanes, "two"), threading.Event()
+    monkeypatch.setattr(DeviceLane, "close", lambda lane: closed.set())
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            lanes.look_elsewhere()
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        wait_for(lambda: thread.ident in seen.by)
+        lanes.detach(mailbox)
+        assert closed.wait(SECONDS)
+        count = len(seen.by)
+        wait_for(lambda: thread.ident in seen.since(count))
+        attach(lanes, "two")
+        assert [one.name for one in lanes.attached()] == ["one", "two"]
+    finally:
+        stop.set()
+        thread.join(SECONDS)
+
+
+def test_a_look_that_fails_ends_no_step(
+    lanes: DeviceLanes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: object, **named: object) -> Any:
+        raise RuntimeError("no look")
+
+    lanes.looking.look_elsewhere = fail  # type: ignore[method-assign]
+    lanes.look_elsewhere()
+    lanes.look_elsewhere()
+    assert caplog.text.count("RuntimeError: no look") == 1
+    assert lanes._thread.is_alive()
