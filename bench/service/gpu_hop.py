@@ -53,7 +53,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 
 ROWS = (1, 16, 128, 1024, 4096)
 CALLS = 2000
-PROCESSES = 8
+PROCESSES = 16
 ERROR_BOUND = 6e-2  # of an answer against float32 with rows that are not rounded
 PARTS = ("truth", "alone", "callers", "layers")
 WEIGHTS = {"alone": 2.0}  # of the run's time, where it is not 1: its large calls take long to compare

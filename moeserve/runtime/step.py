@@ -32,6 +32,7 @@ class Announcement:
     rows: int
     deadline: float  # seconds on its reader's clock; inf for none
     generation: int = 0  # in which the lane takes part, as it knows
+    gathered: bool = False  # of all callers who were there: the step need not wait for more
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,8 @@ class Segment(NamedTuple):
 
 class Several(Protocol):
     """Callers whose rows are one job."""
+
+    gathered: bool  # whether they are all who were there, and others come with the next one
 
     @property
     def callers(self) -> int:

@@ -489,3 +489,14 @@ def test_a_pass_that_another_thread_has_concluded_leaves_its_lane_quiet(room: Ro
     assert caller.ended == (Status.OK, "")
     caller.lane._end(run, Status.LATE, "a look that had begun before")
     assert caller.ended == (Status.OK, "") and caller.lane.rings
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_the_head_is_told_that_a_job_has_all_callers_who_were_there(room: Room, gathers: bool) -> None:
+    room.ranked.steps.gathers = gathers
+    for caller in room.callers[:2]:
+        caller.announce([3])
+        caller.post()
+    room.look()
+    assert [one.gathered for one in room.ranked.announced] == [gathers]
+    assert room.ranked.step() == [4]

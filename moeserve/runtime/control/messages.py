@@ -58,6 +58,8 @@ def announcement_message(job: Announcement, *more: Announcement) -> Message:
         "rows": job.rows,
         "left": _left(job),
     }
+    if job.gathered and not more:
+        message["gathered"] = True
     if more:
         message["more"] = [(other.job, other.layer, other.rows, _left(other)) for other in more]
     return message
@@ -72,8 +74,16 @@ def announcements_from(message: Message, lane: int, now: float) -> list[Announce
     KeyError, TypeError or ValueError.
     """
     jobs = [(message["job"], message["layer"], message["rows"], message["left"]), *message.get("more", ())]
+    gathered = message.get("gathered") is True
     return [
-        Announcement(lane, int(job), int(layer), int(rows), math.inf if left is None else now + float(left))
+        Announcement(
+            lane,
+            int(job),
+            int(layer),
+            int(rows),
+            math.inf if left is None else now + float(left),
+            gathered=gathered,
+        )
         for job, layer, rows, left in jobs
     ]
 

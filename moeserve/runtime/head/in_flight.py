@@ -18,6 +18,9 @@ from moeserve.runtime.step import Announcement, Step
 MOST = 2
 """Steps and runs at the members: a header may wait there while the step before it runs."""
 
+GATHERS_SECONDS = 0.05
+"""After a job of callers whom its lane has gathered, in which others of that lane are expected."""
+
 
 @dataclass(frozen=True)
 class _Running:
@@ -47,6 +50,7 @@ class StepsInFlight:
         self._running: dict[int, _Running] = {}  # by step number
         self._ended_at = 0.0  # the last step
         self.closed = frozenset[int]()  # layers that no step may take now
+        self._gathers: dict[int, float] = {}  # lanes that gather callers, and when each last had a job
         self._went_on = 0.0  # when a step was sent or a member finished one
 
     @property
@@ -67,6 +71,8 @@ class StepsInFlight:
     def announce(self, job: Announcement, now: float) -> None:
         """Queues a job that a door has ready. Raises ValueError as `Sequencer.announce`."""
         self.jobs += 1
+        if job.gathered:
+            self._gathers[job.lane] = now
         self._sequencer.announce(job, now)
         self._gathering.returns.announced(job.layer, now)
 
@@ -108,9 +114,18 @@ class StepsInFlight:
 
     def _start_at(self, layer: int, now: float) -> float:
         """When the jobs that wait for `layer` should start."""
-        if self._sequencer.full(layer):
+        if self._sequencer.full(layer) or self._gathered(layer, now):
             return now
         return self._gathering.start_at(layer, self._last, self._ended_at, now)
+
+    def _gathered(self, layer: int, now: float) -> bool:
+        """Whether all jobs of `layer` are of the one lane that gathers callers itself: who comes while they
+        wait here comes with its next job.
+        """
+        lanes = self._sequencer.gathered(layer)
+        return len(lanes) == 1 and all(
+            lane in lanes or now - at > GATHERS_SECONDS for lane, at in self._gathers.items()
+        )
 
     def start(self, epoch: int, now: float, members: Members) -> Step | None:
         """The next step, which those of `members` that take part have to be told of; nobody else is waited
@@ -177,6 +192,7 @@ class StepsInFlight:
         self._sequencer.clear()
         self._runs.clear()
         self._gathering = Gathering(self._gather)  # another generation may have other members
+        self._gathers.clear()
         self._running.clear()
         self._last = None
 

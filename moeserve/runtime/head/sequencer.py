@@ -68,6 +68,11 @@ class Sequencer:
         rows = self._queues[layer].rows.values()
         return max(rows) >= self._pace.lane_rows or sum(rows) >= self._pace.step_rows
 
+    def gathered(self, layer: int) -> set[int]:
+        """The lanes of the jobs of `layer`, where all of them have gathered their callers themselves."""
+        jobs = self._queues[layer].jobs
+        return {job.lane for _, job in jobs} if all(job.gathered for _, job in jobs) else set()
+
     def announce(self, job: Announcement, now: float) -> None:
         """Queues a job that a door has ready. Raises ValueError for a lane that there is no room for, and
         for rows that are none or over the lane's capacity: doors split first.

@@ -280,6 +280,7 @@ class _RankProcess:
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door), steps)
         lanes.on_pass = self._telemetry.observe_pass
         self.member.attend(lanes.look_elsewhere, lanes.back)
+        steps.gathers = lane.transfers is not None
         if self._runs is not None:
             lanes.looking.mail = MailHost(
                 self._runs,

@@ -34,6 +34,11 @@ class InOrder:
         self._thread: threading.Thread | None = None
 
     @property
+    def unfinished(self) -> int:
+        """How much is left to finish; `put` waits while it is too much."""
+        return self._unfinished
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is left to finish."""
         return self._unfinished == 0

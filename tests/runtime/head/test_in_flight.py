@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.head.in_flight import MOST, StepsInFlight
 from moeserve.runtime.head.sequencer import StepPace
@@ -63,3 +65,43 @@ def test_nobody_waits_for_a_lane_that_a_step_does_not_name() -> None:
     assert steps.finish(3, FIRST_NUMBER, 2.0) is None
     assert steps.finish(0, FIRST_NUMBER, 2.5) is None, "it had no part in it, and ends nothing"
     assert (steps.finish(1, FIRST_NUMBER, 3.0), steps.running) == ((5, 2.0), 0)
+
+
+def gathered(lane: int, number: int) -> Announcement:
+    return Announcement(lane, number, 0, 1, math.inf, gathered=True)
+
+
+def after_some_steps() -> StepsInFlight:
+    """Steps take 1.0 each, and callers 0.001 to come back: who comes alone while one runs is waited for."""
+    steps = StepsInFlight(2, StepPace(lane_rows=8, step_rows=16))
+    for at in range(20):
+        steps.announce(Announcement(0, at, 0, 1, math.inf), float(at))
+        step = steps.start(1, float(at), MEMBERS)
+        assert step is not None
+        for rank in range(2):
+            steps.finish(rank, step.number, at + 0.999)
+    steps.announce(Announcement(0, 50, 0, 1, math.inf), 20.0)
+    steps.start(1, 20.0, MEMBERS)
+    return steps
+
+
+def test_a_job_whose_lane_has_gathered_its_callers_waits_for_no_company() -> None:
+    steps = after_some_steps()
+    steps.announce(Announcement(0, 51, 0, 1, math.inf), 20.1)
+    due = steps.due(20.1)
+    assert due is not None and due > 20.5, "a call waits for others"
+    steps = after_some_steps()
+    steps.announce(gathered(0, 51), 20.1)
+    assert steps.due(20.1) == 20.1
+    steps.announce(Announcement(0, 52, 0, 1, math.inf), 20.1)
+    due = steps.due(20.1)
+    assert due is not None and due > 20.5, "one of them is a call"
+
+
+@pytest.mark.parametrize(("ago", "waits"), [(0.01, True), (1.0, False)])
+def test_where_other_lanes_gather_too_they_are_waited_for_as_calls_are(ago: float, waits: bool) -> None:
+    steps = after_some_steps()
+    steps._gathers[1] = 20.1 - ago
+    steps.announce(gathered(0, 51), 20.1)
+    due = steps.due(20.1)
+    assert due is not None and (due > 20.5) is waits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeserve.runtime.control.frames import LENGTH, decoded, encoded
-from moeserve.runtime.control.messages import announcements_from
+from moeserve.runtime.control.messages import announcement_message, announcements_from
 from moeserve.runtime.rank.member.announcing import MOST_TOGETHER, Announcing
 from moeserve.runtime.step import Announcement
 
@@ -122,3 +122,20 @@ def test_garbage_among_the_jobs_is_an_error(more: Any) -> None:
     message = {"kind": "announce", "job": 1, "layer": 0, "rows": 1, "left": None, "more": more}
     with pytest.raises((TypeError, ValueError)):
         announcements_from(message, 0, 0.0)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_that_a_job_has_all_callers_who_were_there_is_told(gathered: bool) -> None:
+    one = Announcement(1, 4, 5, 14, math.inf, 3, gathered)
+    message = decoded(encoded(announcement_message(one))[LENGTH.size :])
+    (found,) = announcements_from(message, 1, 100.0)
+    assert found.gathered is gathered and found.job == 4
+    (first, second) = announcements_from(announcement_message(one, one), 1, 100.0)
+    assert not first.gathered and not second.gathered, "calls beside it have not"
+
+
+@pytest.mark.parametrize("said", [None, 1, "yes", [True]])
+def test_only_a_true_word_counts_as_one(said: Any) -> None:
+    message = {"kind": "announce", "job": 1, "layer": 0, "rows": 1, "left": None, "gathered": said}
+    (found,) = announcements_from(message, 0, 0.0)
+    assert found.gathered is False

@@ -109,13 +109,27 @@ def test_it_ends_a_while_after_the_last_such_job(
     assert attending.joint.told[-1][2] != threading.get_ident(), "one caller's job alone begins nothing"
 
 
-def test_a_step_that_has_not_ended_is_attended_however_long_it_takes(
-    attending: Attending, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps_module, "ATTENDED_SECONDS", 0.01)
+def test_a_step_that_takes_long_is_left_to_the_thread_of_answers(attending: Attending) -> None:
     attending.job(1)
-    time.sleep(0.03)
-    assert attending.steps.attended and not attending.steps.finish_ended()
+    attending.steps.hand_over()
+    assert not attending.steps.finish_ended()
+    attending.end(0)
+    attending.steps.drain()
+    assert [one for one, _, _ in attending.joint.told] == [1, 1]
+    assert attending.joint.told[0][2] != threading.get_ident()
+
+
+def test_what_goes_wrong_while_a_step_is_finished_ends_no_thread(
+    attending: Attending, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(record: object) -> None:
+        raise ValueError("not observed")
+
+    attending.steps._observe = fail
+    attending.engines.passed = True
+    attending.job(1)
+    assert attending.steps.finish_ended() and "ValueError: not observed" in caplog.text
+    assert [answered for _, answered, _ in attending.joint.told] == [True, True]
 
 
 @pytest.mark.parametrize("what", ["a call", "an act", "many", "drain"])
@@ -230,3 +244,18 @@ def test_a_member_looks_at_lanes_and_answers_while_such_jobs_flow_and_then_no_mo
     thread.join(SECONDS)
     assert not thread.is_alive()
     running.steps.close()
+
+
+def test_a_thread_that_has_to_wait_for_a_step_says_so_before(attending: Attending) -> None:
+    """Others look at lanes meanwhile."""
+    for number in range(1, MOST_UNFINISHED + 1):
+        assert not attending.steps.full
+        attending.call(number)
+    assert attending.steps.full
+    for moment in attending.engines.moments:
+        moment.passed.set()
+    attending.steps.drain()
+    for number in range(1, MOST_UNFINISHED + 1):
+        assert not attending.steps.full
+        attending.job(number)
+    assert attending.steps.full

@@ -200,6 +200,7 @@ class DeviceLanes:
         wrong is left to that one, which has its say.
         """
         if self._leaving or self._closing or self._failed:
+            self.looking.back()
             return
         try:
             self.looking.look_elsewhere(lambda: self._there)

@@ -163,6 +163,7 @@ class HostSteps:
         be answered.
         """
         self.ended: Callable[[], None] = lambda: None  # steps that were begun together have; from any thread
+        self.gathers = False  # whether the head need wait for no company of a job
         self._lane, self._admission, self._stopping, self._observe = lane, admission, stopping, observe
         self._dtype, self._experts, self._seconds = model
         self._found: list[HostStep] = []  # since the last `begin`
@@ -252,6 +253,7 @@ class HostSteps:
 
         parts = [step.part(self._observe) for step in steps]
         together = Together(parts, choice, ended, over)
+        together.gathered = self.gathers
         try:
             self._lane.submit_together(together, wanted, deadline, steps[0].places.reached)
         except Exception as error:

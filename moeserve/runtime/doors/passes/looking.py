@@ -65,9 +65,10 @@ class Looking:
 
     def await_turn(self) -> bool:
         """Whether the calling thread is to look; after a while it is to ask again."""
-        if time.monotonic() - self._elsewhere_at > ELSEWHERE_SECONDS:
+        left = self._elsewhere_at + ELSEWHERE_SECONDS - time.monotonic()
+        if left <= 0:
             return True
-        self._back.acquire(timeout=ELSEWHERE_SECONDS)
+        self._back.acquire(timeout=left)
         return False
 
     def look(self, lanes: list[AnnouncedLane], leaving: Sequence[AnnouncedLane]) -> Pause:

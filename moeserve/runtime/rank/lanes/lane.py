@@ -233,7 +233,10 @@ class Lane:
 
     def _announce(self, job: Job, generation: int) -> None:
         rows = job.hidden.shape[0]
-        self.announce(Announcement(self.number, job.number, job.layer, rows, job.deadline, generation))
+        gathered = job.several is not None and job.several.gathered
+        self.announce(
+            Announcement(self.number, job.number, job.layer, rows, job.deadline, generation, gathered)
+        )
 
     def _upload(self, jobs: Sequence[Job]) -> None:
         """Begins to bring large rows to the device, before anybody waits for them."""

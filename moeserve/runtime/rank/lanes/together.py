@@ -60,6 +60,7 @@ class Together:
         """
         self.parts, self._before, self._over = tuple(parts), ended, over
         self._ids, self._weights = choice
+        self.gathered = False  # whether they are all who were there, and others come with the next one
         self._job: Job | None = None
         self._memory = CallerMemory(self._give_back)
         self._done = False

@@ -66,6 +66,11 @@ class Finishing:
         return not self._kept and self._in_order.idle
 
     @property
+    def full(self) -> bool:
+        """Whether who has something done `after` what was launched is kept waiting."""
+        return len(self._kept) + self._in_order.unfinished >= MOST_UNFINISHED
+
+    @property
     def keeps(self) -> bool:
         """Whether steps are left to `finish_ended`."""
         return bool(self._kept)
@@ -89,12 +94,16 @@ class Finishing:
         """Finishes the oldest step that is kept, where it has ended. Whether it did."""
         if not self._kept or not _over(self._kept[0].flight):
             return False
-        self.finish(self._kept.popleft())
+        launched = self._kept.popleft()
+        try:
+            self.finish(launched)
+        except Exception:  # as in the thread of answers: it concerns no other step
+            log.exception("step %d could not be finished", launched.header.number)
         return True
 
     def after(self, act: Callable[[], None]) -> None:
         """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
-        self._hand_over()
+        self.hand_over()
         self._in_order.put(act)
 
     def beside(self, act: Callable[[], None]) -> None:
@@ -115,7 +124,7 @@ class Finishing:
 
         Raises TimeoutError when that takes too long.
         """
-        self._hand_over()
+        self.hand_over()
         self._in_order.drain()
 
     def close(self) -> None:
@@ -126,7 +135,7 @@ class Finishing:
             log.error("the rank stops: %s", late)
         self._in_order.close()
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """What is kept is finished by the other thread, as this one may be away for long."""
         while self._kept:
             launched = self._kept.popleft()

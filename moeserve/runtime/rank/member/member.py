@@ -106,6 +106,7 @@ class Member:
         self.on_leave: Callable[[], None] = lambda: (
             None
         )  # dispatchers are about to be closed, and nothing runs
+        self._attends = False  # this thread looks after lanes, and has not said that it does no more
         self._look: Callable[[], None] = lambda: None
         self._looks_no_more: Callable[[], None] = lambda: None
         self.joined = False  # steps can be launched
@@ -159,8 +160,11 @@ class Member:
 
     def after_steps(self, act: Callable[[], None]) -> None:
         """Has `act` done once the steps that were launched have ended, and before later ones are finished.
-        By the thread that launches steps. Raises TimeoutError where steps do not end.
+        By the thread that launches steps, which looks at no lane while it has to wait. Raises TimeoutError
+        where steps do not end.
         """
+        if self._steps.full:
+            self._looks_no_more()
         self._steps.after(act)
 
     def attend(self, look: Callable[[], None], back: Callable[[], None]) -> None:
@@ -206,7 +210,7 @@ class Member:
     def _next(self) -> Message:
         """The next entry; while none comes, what was counted is reported, and lanes may be looked after."""
         while True:
-            if self._steps.attended and (entry := self._next_attending()) is not None:
+            if (self._attends or self._steps.attended) and (entry := self._next_attending()) is not None:
                 return entry
             if (entry := self._entries.next(REPORT_SECONDS)) is not None:
                 return entry
@@ -216,13 +220,18 @@ class Member:
         """The next entry; None where jobs of several callers flow no more. Meanwhile this thread begins such
         jobs and answers them: others would take the interpreter from it, and it from them.
         """
+        self._attends = True
         while self._steps.attended:
             if (entry := self._entries.next(0.0)) is not None:
+                if entry["kind"] != "step":  # it may take long
+                    self._steps.hand_over()
                 return entry
             ended = self._steps.finish_ended()
             self._look()
             if not ended:
                 time.sleep(GLANCE_SECONDS)
+        self._attends = False
+        self._steps.hand_over()
         self._looks_no_more()
         return None
 

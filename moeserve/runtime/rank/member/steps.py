@@ -109,7 +109,16 @@ class MemberSteps:
     @property
     def attended(self) -> bool:
         """Whether jobs of several callers flow, and the thread of the steps is to look after these."""
-        return self._finishing.keeps or time.monotonic() < self._attended_until
+        return time.monotonic() < self._attended_until
+
+    def hand_over(self) -> None:
+        """Leaves what was kept for `finish_ended` to the thread of answers."""
+        self._finishing.hand_over()
+
+    @property
+    def full(self) -> bool:
+        """Whether `after` would wait."""
+        return self._finishing.full
 
     def finish_ended(self) -> bool:
         """Answers the callers of the oldest step that was left for that, if it has ended; whether it has."""
@@ -127,7 +136,8 @@ class MemberSteps:
     def _count(self, record: StepRecord) -> None:
         """Counts a step that was answered."""
         self.steps += 1
-        self.expert_rows += max(0, record.phases.expert_rows)
+        if (rows := record.phases.expert_rows) > 0:  # of a device another thread adds them
+            self.expert_rows += rows
         self._observe(record)
 
     def _answers_itself(self, launched: Launched) -> bool:
