@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -93,7 +94,9 @@ def _ratio(*files: Path) -> Iterator[float]:
 
 
 def sleep_finely() -> None:
-    """Has short sleeps of the calling thread take half as long."""
+    """Has short sleeps of the calling thread take half as long, on Linux."""
+    if not sys.platform.startswith("linux"):
+        return
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(SET_TIMER_SLACK, 1, 0, 0, 0):
         log.warning("a thread sleeps coarsely: prctl: %s", os.strerror(ctypes.get_errno()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -500,3 +501,25 @@ def test_the_head_is_told_that_a_job_has_all_callers_who_were_there(room: Room, 
     room.look()
     assert [one.gathered for one in room.ranked.announced] == [gathers]
     assert room.ranked.step() == [4]
+
+
+@pytest.mark.parametrize("where", ["stopping", "admission"])
+def test_steps_that_were_found_have_failed_where_none_could_be_begun(room: Room, where: str) -> None:
+    """Their stages would be busy for ever, and the error is for whoever looks."""
+
+    def fail() -> Any:
+        raise RuntimeError("no answer to that")
+
+    steps, callers = room.ranked.steps, room.callers[:2]
+    for caller in callers:
+        caller.announce([3])
+        caller.post()
+    before = getattr(steps, f"_{where}")
+    setattr(steps, f"_{where}", fail)
+    with pytest.raises(RuntimeError, match="no answer to that"):
+        room.look()
+    setattr(steps, f"_{where}", before)
+    for caller in callers:
+        caller.look()
+        assert caller.ended is not None and caller.ended[0] is Status.LOST
+    assert not room.ranked.announced

@@ -164,3 +164,18 @@ def test_a_look_that_fails_ends_no_step(
     lanes.look_elsewhere()
     assert caplog.text.count("RuntimeError: no look") == 1
     assert lanes._thread.is_alive()
+
+
+def test_once_the_lanes_thread_has_ended_nobody_looks_at_what_it_closes(
+    lanes: DeviceLanes, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = list[list[object]]()
+
+    def fail(*given: object) -> Any:
+        raise RuntimeError("the thread ends")
+
+    monkeypatch.setattr(lanes.looking, "look", fail)
+    lanes._thread.join(SECONDS)
+    assert not lanes._thread.is_alive()
+    lanes.looking.look_elsewhere(lambda: looked.append(list(lanes._there)) or [])  # type: ignore[func-returns-value]
+    assert looked == [[]]

@@ -97,3 +97,9 @@ class Running:
         lent = Lent(memory, True, torch.zeros(rows, H) if in_place else None)
         ids, weights = torch.zeros(rows, K, dtype=torch.int32), torch.ones(rows, K)
         return self.lane.submit(LaneBatch(0, hidden, ids, weights, lent=lent), lambda call: memory.done())
+
+    def end(self) -> None:
+        """All that was launched ends, and with it the thread that answers."""
+        for moment in self.engines.moments:
+            moment.passed.set()
+        self.steps.close()

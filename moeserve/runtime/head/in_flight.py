@@ -5,6 +5,7 @@ Like the `Sequencer` that it asks it has no thread, socket or clock of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ MOST = 2
 """Steps and runs at the members: a header may wait there while the step before it runs."""
 
 GATHERS_SECONDS = 0.05
-"""After a job of callers whom its lane has gathered, in which others of that lane are expected."""
+"""After a job, in which more of its lane are expected: of callers whom that gathers, or of others."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class StepsInFlight:
         self._ended_at = 0.0  # the last step
         self.closed = frozenset[int]()  # layers that no step may take now
         self._gathers: dict[int, float] = {}  # lanes that gather callers, and when each last had a job
+        self._called = -math.inf  # when a job last came that no lane has gathered
         self._went_on = 0.0  # when a step was sent or a member finished one
 
     @property
@@ -73,6 +75,8 @@ class StepsInFlight:
         self.jobs += 1
         if job.gathered:
             self._gathers[job.lane] = now
+        else:
+            self._called = now
         self._sequencer.announce(job, now)
         self._gathering.returns.announced(job.layer, now)
 
@@ -119,9 +123,11 @@ class StepsInFlight:
         return self._gathering.start_at(layer, self._last, self._ended_at, now)
 
     def _gathered(self, layer: int, now: float) -> bool:
-        """Whether all jobs of `layer` are of the one lane that gathers callers itself: who comes while they
-        wait here comes with its next job.
+        """Whether all jobs of `layer` are of the one lane that gathers callers itself, and nobody else calls:
+        who comes while they wait here comes with that lane's next job.
         """
+        if now - self._called < GATHERS_SECONDS:
+            return False
         lanes = self._sequencer.gathered(layer)
         return len(lanes) == 1 and all(
             lane in lanes or now - at > GATHERS_SECONDS for lane, at in self._gathers.items()
@@ -193,6 +199,7 @@ class StepsInFlight:
         self._runs.clear()
         self._gathering = Gathering(self._gather)  # another generation may have other members
         self._gathers.clear()
+        self._called = -math.inf
         self._running.clear()
         self._last = None
 

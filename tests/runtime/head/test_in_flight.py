@@ -93,6 +93,10 @@ def test_a_job_whose_lane_has_gathered_its_callers_waits_for_no_company() -> Non
     steps = after_some_steps()
     steps.announce(gathered(0, 51), 20.1)
     assert steps.due(20.1) == 20.1
+    steps._called = 20.09
+    due = steps.due(20.1)
+    assert due is not None and due > 20.5, "whose call was there a moment ago may call again"
+    steps._called = 0.0
     steps.announce(Announcement(0, 52, 0, 1, math.inf), 20.1)
     due = steps.due(20.1)
     assert due is not None and due > 20.5, "one of them is a call"

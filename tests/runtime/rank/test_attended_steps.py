@@ -62,7 +62,7 @@ class Attending(Running):
         jobs = ((self.announced[-1], callers),)
         self.steps.run(Header(number, 1, 0, (callers,), jobs), GENERATION, self.epoch)
 
-    def end(self, at: int) -> None:
+    def ends(self, at: int) -> None:
         """The step that was launched as the `at`th has ended on the device."""
         self.engines.moments[at].passed.set()
 
@@ -71,9 +71,7 @@ class Attending(Running):
 def attending() -> Any:
     made = Attending()
     yield made
-    for moment in made.engines.moments:
-        moment.passed.set()
-    made.steps.close()
+    made.end()
 
 
 def test_jobs_of_several_callers_are_answered_by_the_thread_of_the_steps(attending: Attending) -> None:
@@ -81,9 +79,9 @@ def test_jobs_of_several_callers_are_answered_by_the_thread_of_the_steps(attendi
     attending.job(1)
     attending.job(2)
     assert attending.rank.launched == [1, 2] and attending.steps.attended
-    attending.end(1)
+    attending.ends(1)
     assert not attending.steps.finish_ended(), "a later answer waits for the earlier ones"
-    attending.end(0)
+    attending.ends(0)
     assert attending.steps.finish_ended() and attending.steps.finish_ended()
     assert not attending.steps.finish_ended()
     me = threading.get_ident()
@@ -104,7 +102,7 @@ def test_it_ends_a_while_after_the_last_such_job(
     assert not attending.steps.attended
     attending.engines.passed = False
     attending.job(2, callers=1)
-    attending.end(-1)
+    attending.ends(-1)
     attending.steps.drain()
     assert attending.joint.told[-1][2] != threading.get_ident(), "one caller's job alone begins nothing"
 
@@ -113,7 +111,7 @@ def test_a_step_that_takes_long_is_left_to_the_thread_of_answers(attending: Atte
     attending.job(1)
     attending.steps.hand_over()
     assert not attending.steps.finish_ended()
-    attending.end(0)
+    attending.ends(0)
     attending.steps.drain()
     assert [one for one, _, _ in attending.joint.told] == [1, 1]
     assert attending.joint.told[0][2] != threading.get_ident()
@@ -246,16 +244,18 @@ def test_a_member_looks_at_lanes_and_answers_while_such_jobs_flow_and_then_no_mo
     running.steps.close()
 
 
-def test_a_thread_that_has_to_wait_for_a_step_says_so_before(attending: Attending) -> None:
+@pytest.mark.parametrize("what", ["a step", "an act"])
+def test_a_thread_that_has_to_wait_for_a_step_says_so_before(attending: Attending, what: str) -> None:
     """Others look at lanes meanwhile."""
+    away = list[int]()
+    attending.steps.away = lambda: away.append(len(attending.rank.launched))
     for number in range(1, MOST_UNFINISHED + 1):
-        assert not attending.steps.full
-        attending.call(number)
-    assert attending.steps.full
-    for moment in attending.engines.moments:
-        moment.passed.set()
-    attending.steps.drain()
-    for number in range(1, MOST_UNFINISHED + 1):
-        assert not attending.steps.full
         attending.job(number)
-    assert attending.steps.full
+    assert not away
+    there = list(attending.engines.moments)
+    threading.Timer(0.05, lambda: [moment.passed.set() for moment in there]).start()
+    if what == "a step":
+        attending.call(MOST_UNFINISHED + 1)
+    else:
+        attending.steps.after(lambda: None)
+    assert len(away) == 1

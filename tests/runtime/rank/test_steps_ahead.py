@@ -29,9 +29,7 @@ from moeserve.runtime.step import CallerMemory, Header, Lent, Upload
 def running() -> Any:
     made = Running()
     yield made
-    for moment in made.engines.moments:
-        moment.passed.set()
-    made.steps.close()
+    made.end()
 
 
 def test_the_next_step_is_launched_before_the_last_answer_is_there(running: Running) -> None:

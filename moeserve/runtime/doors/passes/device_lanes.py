@@ -67,7 +67,6 @@ class DeviceLanes:
         """begin_for: how steps of the caller at a peer are begun as calls. steps: begins together those of
         rows in host memory that it takes; None: all are calls.
         """
-        self.steps = steps
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
         self.why_no_mail = "this rank computes on the CPU"
@@ -257,20 +256,22 @@ class DeviceLanes:
         except Exception:
             log.exception("the thread of device lanes ends: no attached caller is answered any more")
         with self._lock:
-            self._closing = True
+            self._closing, self._there = True, []  # nobody looks at them elsewhere from the next turn on
             left = [attached.lane for attached in self._lanes.values()] + self._leaving
         for lane in left:
             lane.detach("the rank is stopping")
         until = time.monotonic() + CLOSE_SECONDS
         while time.monotonic() < until and any(lane.in_pass for lane in left):
             time.sleep(LONGEST_LOOK)
+            with self.looking.turn:
+                for lane in left:
+                    self.looking.looked(lane, time.monotonic())
+        with self.looking.turn:
             for lane in left:
-                self.looking.looked(lane, time.monotonic())
-        for lane in left:
-            if lane.in_pass:  # a step may touch its memory
-                log.error("a device lane is kept: its pass did not end within %g s", CLOSE_SECONDS)
-            else:
-                self._forget(lane)
+                if lane.in_pass:  # a step may touch its memory
+                    log.error("a device lane is kept: its pass did not end within %g s", CLOSE_SECONDS)
+                else:
+                    self._forget(lane)
 
     def _look(self) -> None:
         swept = time.monotonic()

@@ -90,6 +90,7 @@ class HostStep:
         self.wanted, self.places = wanted, places
         self.peer, self.since = caller
         self.left = False
+        self.waits = True  # it was neither begun nor has it failed
         self.held: Held | None = None  # its rows, while they count
         self.admission: RowAdmission | None = None  # that has let it in
         self._ended, self._given_back = ended, given_back
@@ -108,6 +109,7 @@ class HostStep:
 
     def joins(self, together: Together, part: Part) -> None:
         """Its job was made."""
+        self.waits = False
         self._together = together, part
         if self.left:
             self.give_up()
@@ -123,6 +125,7 @@ class HostStep:
 
     def fail(self, error: Exception, observe: Observe) -> None:
         """It was not begun."""
+        self.waits = False
         self._given_back()
         self._tell(error)
         self._done(observe)
@@ -185,10 +188,19 @@ class HostSteps:
         self._found.append(step)
 
     def begin(self) -> None:
-        """Begins what was added."""
+        """Begins what was added. Where it raises, what was not begun has failed."""
         if not self._found:
             return
         found, self._found = self._found, []
+        try:
+            self._begin(found)
+        except Exception as error:
+            for step in found:
+                if step.waits:
+                    step.fail(error, self._observe)
+            raise
+
+    def _begin(self, found: Sequence[HostStep]) -> None:
         ready = self._let_in(found)
         for wanted in dict.fromkeys(step.wanted for step in ready):
             for some in self._parted([step for step in ready if step.wanted == wanted]):

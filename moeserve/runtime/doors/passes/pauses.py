@@ -21,7 +21,7 @@ MOMENT = 1e-4
 
 
 class Pauses:
-    """Of one thread. `step_ended` is called by any. A lock, since an `Event` makes one for each wait."""
+    """Of one thread at a time; `step_ended` is called by any. A lock: an `Event` makes one for each wait."""
 
     def __init__(self) -> None:
         self._none_ended = threading.Lock()  # held while no step of a lane has ended since the last look

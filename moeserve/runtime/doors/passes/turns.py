@@ -42,7 +42,7 @@ class TakesTurns(Protocol):
 
 
 class Turns:
-    """Counts what the lanes of one rank launch. One thread uses it."""
+    """Counts what the lanes of one rank launch. One thread at a time uses it."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -67,7 +67,7 @@ class Finishing:
 
     @property
     def full(self) -> bool:
-        """Whether who has something done `after` what was launched is kept waiting."""
+        """Whether `put` and `after` keep their caller waiting."""
         return len(self._kept) + self._in_order.unfinished >= MOST_UNFINISHED
 
     @property

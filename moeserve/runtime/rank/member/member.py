@@ -163,15 +163,14 @@ class Member:
         By the thread that launches steps, which looks at no lane while it has to wait. Raises TimeoutError
         where steps do not end.
         """
-        if self._steps.full:
-            self._looks_no_more()
         self._steps.after(act)
 
     def attend(self, look: Callable[[], None], back: Callable[[], None]) -> None:
         """Has the thread that launches steps look after lanes while jobs of several callers flow. look: at
         what their callers want. back: it looks no more.
         """
-        self._look, self._looks_no_more, self._steps.attends = look, back, True
+        self._look, self._looks_no_more = look, back
+        self._steps.attends, self._steps.away = True, back
 
     def _tell(self, message: Message) -> None:
         """Says something to the head. Where the stream has ended, whoever receives sees to what follows: the

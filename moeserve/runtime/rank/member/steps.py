@@ -60,6 +60,7 @@ class MemberSteps:
         self._rank, self._lane, self._observe = rank, lane, observe
         self.steps = self.expert_rows = 0  # since the start
         self.attends = False  # the thread of the steps calls `finish_ended`, while `attended`
+        self.away: Callable[[], None] = _nothing  # that thread is about to wait for steps to end
         self.another: Callable[[], bool] = _always  # whether an entry waits for the thread of the steps
         self._apart = 0  # steps in a row that came when the one before was over
         self._attended_until = -math.inf
@@ -89,6 +90,7 @@ class MemberSteps:
             if self._rank.device != "cpu" and self.another():
                 self._apart = 0  # it came while this thread waited for the device
         elif not (self._keeps(launched) and self._finishing.keep(launched)):
+            self._say_away()
             self._finishing.put(launched)
         self.report_if_due(generation)
 
@@ -115,10 +117,10 @@ class MemberSteps:
         """Leaves what was kept for `finish_ended` to the thread of answers."""
         self._finishing.hand_over()
 
-    @property
-    def full(self) -> bool:
-        """Whether `after` would wait."""
-        return self._finishing.full
+    def _say_away(self) -> None:
+        """Says that the thread of the steps is about to wait, where it is."""
+        if self._finishing.full:
+            self.away()
 
     def finish_ended(self) -> bool:
         """Answers the callers of the oldest step that was left for that, if it has ended; whether it has."""
@@ -211,6 +213,7 @@ class MemberSteps:
 
     def after(self, act: Callable[[], None]) -> None:
         """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
+        self._say_away()
         self._finishing.after(act)
 
     def drain(self) -> None:
@@ -280,6 +283,10 @@ def wanted_in(job: Job | None, version: int) -> Job | None:
         )
     )
     return None
+
+
+def _nothing() -> None:
+    """Nobody does what the thread of the steps would do."""
 
 
 def _always() -> bool:
