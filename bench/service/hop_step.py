@@ -57,15 +57,18 @@ def _rank(place: tuple[int, int], path: Path, rows: int, store: str, pipe: Conne
     from moeserve.device.machine import machine_named
     from moeserve.dispatch.group import GroupKind, end_group, form_group
     from moeserve.proto.heap import keep_freed_memory
+    from moeserve.proto.host import usable_cores
     from moeserve.runtime.epoch import Epoch
     from moeserve.runtime.mesh import Mesh
     from moeserve.runtime.planning.layers import plans_for
+    from moeserve.runtime.rank.host_threads import HostThreads
     from moeserve.runtime.rank.rank import Rank
     from moeserve.runtime.sections import Wanted
     from moeserve.runtime.served import Served
     from moeserve.runtime.step import LaneInput, empty_input
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))  # as a rank of the service
+    threads = HostThreads(max(1, usable_cores() // ranks))  # as a rank of the service
+    torch.set_num_threads(threads.most)
     keep_freed_memory()
     group = form_group(dist.FileStore(store, ranks), "hop", index, ranks, GroupKind("gloo", 60.0))
     mesh, checkpoint = Mesh.flatten(ranks, 1, expert_parallel=True), Checkpoint(path)
@@ -92,6 +95,7 @@ def _rank(place: tuple[int, int], path: Path, rows: int, store: str, pipe: Conne
                 dist.barrier(group=group)
                 time.sleep(pause)
             started = time.perf_counter()
+            threads.use(rank.plans[served.layers[0]].problem, (rows,))
             rank.step(served.layers[0], lane, (rows,) + (0,) * (ranks - 1))
             seconds.append(time.perf_counter() - started)
         pipe.send(seconds)

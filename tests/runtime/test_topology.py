@@ -17,8 +17,8 @@ from moeserve.proto import moe_pb2
 from moeserve.runtime.doors.front_door import FrontDoor
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.served import served_from
 
 MEMBERS = Members((Member(0, lane=2), Member(1, owner=0), Member(5, lane=0, owner=2)), 4, 3)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.head.in_flight import StepsInFlight
-from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.ordering.in_flight import StepsInFlight
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.step import Announcement, Step
 
 MEMBERS = Members.of_ranks(1)

@@ -16,8 +16,8 @@ from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.ordering.sequencer import StepPace
 
 TOKEN, SECONDS = "a token", 5.0
 

@@ -59,9 +59,9 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.head.reception import Seat, refusal_of
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers, WeightsServer

@@ -21,8 +21,8 @@ from moeserve.runtime.control.stream import connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.placing.changes import rebalance
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.planning.plan import Plan, make_plan
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch

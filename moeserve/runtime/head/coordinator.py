@@ -24,13 +24,15 @@ from moeserve.runtime.head.generations.recovery import Recovering
 from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.group_view import GroupView
+from moeserve.runtime.head.lone_member import LoneMember
 from moeserve.runtime.head.member_messages import MemberMessages
 from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.placing.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.head.reception import RankProcess, Reception, Refusal, Seat
-from moeserve.runtime.head.sequencer import StepPace
-from moeserve.runtime.head.step_order import StepOrder
+from moeserve.runtime.head.told import Told
 from moeserve.runtime.keys.keys import Keys
+from moeserve.runtime.ordering.sequencer import StepPace
+from moeserve.runtime.ordering.step_order import StepOrder
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +71,16 @@ class Coordinator:
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
         self.generations = Generations(self._group)
-        self._steps = StepOrder(self._group, layers, pace, lambda: self.generations.steady)
+        self._steps = StepOrder(Told(self._group), layers, pace, lambda: self.generations.steady)
+        self._lone = LoneMember(self._group, layers)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
-        self.generations.standing_step = lambda: self._steps.in_flight.standing
-        self.generations.turnover.running = lambda: self._steps.in_flight.running
-        self._messages = MemberMessages(self._group, layers, self.generations, self._steps, self._changes)
+        steps, lone = self._steps.in_flight, self._lone
+        self.generations.standing_step = lambda: steps.standing or lone.standing
+        self.generations.turnover.running = lambda: steps.running + lone.under_way
+        self.generations.own_order = lambda members: lone.joins(members, steps.next_number)
+        self._messages = MemberMessages(
+            self._group, layers, self.generations, self._steps, self._changes, self._lone
+        )
         self._messages.on_serving = self._tell_peers
         self._messages.on_restored = lambda: self.on_change(self._progress())
         self.view = GroupView(self._group, self.generations.turnover.returning)
@@ -101,7 +108,7 @@ class Coordinator:
 
     def observe_steps(self, observe: Callable[[int, float], None]) -> None:
         """Has `observe` told the layer and the seconds of each step of the whole group."""
-        self._steps.observe = observe
+        self._steps.observe = self._lone.observe = observe
 
     def secure(self, keys: Keys) -> None:
         """Has members' streams encrypted as `keys` says; called before `start`."""
@@ -324,6 +331,8 @@ class Coordinator:
                 self.generations.advance(time.monotonic())
                 if self.generations.ended:
                     return
+                if self.generations.state == "serving":
+                    self._lone.keep_steady(steady=self.generations.steady)
                 due = self._steps.begin()
                 back = math.inf if self._recovering is None else self._recovering.due
                 until = min(math.inf if due is None else due, self.generations.next_at(), back)
@@ -346,16 +355,17 @@ class Coordinator:
     def _aborted(self, reason: str) -> None:
         self._changes.abandon(reason)
         self._steps.clear()
+        self._lone.end()
 
     def _progress(self) -> Progress:
-        steps = self._steps.in_flight
+        steps, lone = self._steps.in_flight, self._lone
         return Progress(
             self.generations.state,
             self.generations.reason,
             self._group.generation,
-            steps.steps,
-            steps.jobs,
-            steps.queued,
-            steps.running,
+            steps.steps + lone.steps,
+            steps.jobs + lone.jobs,
+            steps.queued + lone.queued,
+            steps.running + lone.running,
             self.generations.holds,
         )

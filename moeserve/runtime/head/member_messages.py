@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from moeserve.proto.texts import clipped, quoted
@@ -10,11 +11,14 @@ from moeserve.runtime.control.messages import plans_from, positions_from, reache
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.generations.generations import Generations
 from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.lone_member import LoneMember
 from moeserve.runtime.head.placing.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.head.reception import Seat
-from moeserve.runtime.head.step_order import StepOrder
+from moeserve.runtime.ordering.step_order import StepOrder
 
 log = logging.getLogger(__name__)
+
+MOST_STEPS = 1 << 48  # far from what a frame's numbers end at
 
 
 class MemberMessages:
@@ -29,7 +33,9 @@ class MemberMessages:
         generations: Generations,
         steps: StepOrder,
         changes: TwoPhaseCommit,
+        lone: LoneMember,
     ) -> None:
+        self._lone = lone
         self._group, self._layers = group, layers
         self._generations, self._steps, self._changes = generations, steps, changes
         self.on_serving: Callable[[], None] = lambda: None  # the last member has joined
@@ -41,6 +47,9 @@ class MemberMessages:
         Raises KeyError, TypeError or ValueError where it is malformed.
         """
         if message.get("generation") != self._group.generation:  # from before an abort
+            if message["kind"] == "ordered":  # what it counted until then
+                self._lone.told(message, time.monotonic())
+                return
             said, now = quoted(message.get("generation")), self._group.generation
             log.info("rank %d spoke of generation %s, and it is %d: that does not count", rank, said, now)
             return
@@ -55,6 +64,8 @@ class MemberMessages:
                 self._steps.withdrawn(rank, message)
             case "done":
                 self._steps.done(rank, message)
+            case "ordered":
+                self._lone.told(message, time.monotonic())
             case "store":
                 self._generations.asked(rank, message)
             case "here":
@@ -74,6 +85,9 @@ class MemberMessages:
 
     def _prepared(self, rank: int, seat: Seat, message: Message) -> None:
         """Notes what a member holds, and which layers it has yet to read."""
+        if not 0 <= (number := int(message.get("number", 0))) < MOST_STEPS:
+            raise ValueError(f"step {number} is not one of a service")
+        self._steps.in_flight.number_from(number)
         seat.bytes_read, seat.weight_bytes = int(message["bytes_read"]), int(message["weight_bytes"])
         self._generations.prepared(rank, positions_from(message, len(self._layers)))
 

@@ -86,6 +86,7 @@ _TO_HEAD = (
     "withdraw",
     "run",
     "done",
+    "ordered",
     "report",
     "held",
     "here",
@@ -103,6 +104,7 @@ _TO_HEAD = (
 )
 _TO_RANK = (
     "open_layers",
+    "steady",
     "welcome",
     "load",
     "prepare",

@@ -27,9 +27,9 @@ from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import HeldPort
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.planning.layers import first_epoch, why_whole
 from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
@@ -78,7 +78,7 @@ class HeadProcess:
         if start is not None and start.used > 1:
             epoch = replace(epoch, weights=("",) * start.used)
         step, server = config.step, config.server
-        pace = StepPace(step.lane_rows, step.max_step_tokens, step.gather_seconds, step.due_seconds)
+        pace = StepPace.of(step)
         self.token = secrets.token_hex(16) if start is None else start.token
         logs.hide(self.token)
         keys = Keys(config.keys, self.token)

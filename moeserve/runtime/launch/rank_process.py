@@ -45,9 +45,11 @@ from moeserve.runtime.launch.environment import (
     set_environment,
     tune_process,
 )
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import NoPlan
+from moeserve.runtime.rank.host_threads import HostThreads
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.member import Member
 from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
@@ -174,6 +176,7 @@ class _RankProcess:
         plans = plans_for(served, machine, config.plan.wanted)
         costing = costing_of(config)
         rank = self.rank = Rank(spec.rank, served, plans, device, costing)
+        rank.host_threads = HostThreads(_threads_of(spec))
         limits = RegionLimits(
             max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions
         )
@@ -198,6 +201,8 @@ class _RankProcess:
         self.outlives = group_settings.backend == "gloo" and all(map(costing.outlives, plans.values()))
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.come_back = stream.come_back
+        self.member.order.pace = StepPace.of(config.step)
+        self.member.order.late_seconds = config.step.patience
         self.member.observe_rows(self._telemetry.observe_rows)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         self._regions.together = self.member.announce_together
@@ -289,7 +294,7 @@ class _RankProcess:
                 share_gpu=passes.share_gpu,
                 host_ahead=passes.host_ahead,
             )
-            lanes.looking.others, self.member.on_company = door.has_calls, lanes.looking.company
+            lanes.looking.others, self.member.order.on_company = door.has_calls, lanes.looking.company
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 
@@ -369,10 +374,14 @@ class _RankProcess:
         return f"{spec.host}:{bound}"
 
 
+def _threads_of(spec: RankSpec) -> int:
+    """The threads that compute a large step on a CPU."""
+    return spec.config.cluster.threads_per_rank or max(1, usable_cores() // spec.ranks_on_host)
+
+
 def _prepare_process(spec: RankSpec) -> None:
     """Threads, sockets and interpreter settings of a rank's process."""
-    threads = spec.config.cluster.threads_per_rank or max(1, usable_cores() // spec.ranks_on_host)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(_threads_of(spec))
     tune_process()
     set_environment(spec.host)
     logs.start(spec.config.log, f"rank {spec.rank}")

@@ -30,6 +30,7 @@ from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.experts import LayerProgress, RankExperts
 from moeserve.runtime.rank.graphs import padded_rows
+from moeserve.runtime.rank.host_threads import HostThreads
 from moeserve.runtime.rank.measured import TIMED_EVERY, ExpertRows, RowsReading
 from moeserve.runtime.rank.memory import RunsHeld, held_bytes, release_cached
 from moeserve.runtime.rank.runner import Launch, StepRunner
@@ -65,6 +66,7 @@ class Rank:
         self._number = 0  # of the last step since the dispatchers were built
         self._joins = 0  # groups that it was in
         self.timed_every = TIMED_EVERY  # of so many steps of a service a device times one
+        self.host_threads: HostThreads | None = None  # of a process of its own: as many as pay compute a step
         self.runs_held: Callable[[], RunsHeld] = RunsHeld  # what runs of callers' GPUs hold of its device
 
     @property

@@ -16,8 +16,8 @@ from moeserve.runtime.head.generations import blame, rendezvous
 from moeserve.runtime.head.generations.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.reception import RankProcess
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.ordering.sequencer import StepPace
 
 ABOUT = Standstill("step 9", 100.0, 10.0, "step.late_seconds")
 STANDS = "step 9 does not go on within step.late_seconds = 10"

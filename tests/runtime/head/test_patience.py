@@ -26,8 +26,8 @@ from moeserve.runtime.head.generations.patience import (
 from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.reception import RankProcess
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.ordering.sequencer import StepPace
 
 MEMBERS = Members.of_ranks(2)
 ANSWERED_SECONDS = 0.5  # in which a member that runs has said so, or it would be named as well

@@ -18,8 +18,8 @@ from moeserve.runtime.control.messages import ANY_GENERATION, epoch_from, held_m
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.generations.recovery import Recovery
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.ordering.sequencer import StepPace
 
 FIRST = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
 SECOND = FIRST.moved(0, np.array([1, 0, 2, 3], dtype=np.int32))

@@ -13,10 +13,10 @@ from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.control.run_messages import MOST_ASKED, AskedRun, OrderedRun
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.in_flight import MOST, StepsInFlight
-from moeserve.runtime.head.sequencer import StepPace
-from moeserve.runtime.head.step_order import COMPANY_SECONDS
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.ordering.in_flight import MOST, StepsInFlight
+from moeserve.runtime.ordering.sequencer import StepPace
+from moeserve.runtime.ordering.step_order import COMPANY_SECONDS
 from moeserve.runtime.step import FIRST_NUMBER, Announcement
 
 MEMBERS = Members.of_ranks(2)

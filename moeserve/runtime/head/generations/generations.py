@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 
+from moeserve.dispatch.members import Members
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
@@ -51,6 +52,9 @@ class Generations:
         self.aborted = ""  # why the last generation ended, until one serves
         self.parted = Parted()
         self._rendezvous = Rendezvous(group, self.parted)
+        # the number of the first step that a group's only member orders itself; 0: the head orders all
+        self.own_order: Callable[[Members], int] = lambda members: 0
+        self._rendezvous.own_order = lambda members: self.own_order(members)
         self._blame = self._no_blame()
         self.hold_seconds = 30.0  # for which lanes keep calls
         # who leaves while the group serves, and who joins

@@ -6,7 +6,9 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Callable
 
+from moeserve.dispatch.members import Members
 from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.generations.key_store import KeyStore
@@ -34,6 +36,8 @@ class Rendezvous:
         self._retries = Backoff()  # of generations that members say cannot form; deaths do not count
         self._formation = _nobody_awaited()
         self._store = KeyStore()
+        # the number of the first step that the only member of a group orders itself; 0: the head does
+        self.own_order: Callable[[Members], int] = lambda members: 0
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
 
     # -- when it begins -------------------------------------------------------------------------------------
@@ -104,6 +108,7 @@ class Rendezvous:
         """
         number, members = self._group.generation, self._group.members
         self._parted.joining = number
+        orders = self.own_order(members)
         self._parted.has_left([seat.process(rank) for rank, seat in self._group.seats.items()])
         entry = {
             "kind": "join",
@@ -112,6 +117,7 @@ class Rendezvous:
             "group": f"{self._name}-{number}",
             "size": len(members),
             "parting": self._parted.generations,
+            "orders": orders,
         }
         for rank, seat in list(self._group.seats.items()):
             self._group.send(seat, entry | {"position": members.position(rank)})

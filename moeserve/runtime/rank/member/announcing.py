@@ -1,9 +1,9 @@
-"""`Announcing`: a member's jobs on their way to the head; those that come at once go there together."""
+"""`Announcing`: a member's jobs on their way to who orders steps; those that come at once go together."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -16,14 +16,19 @@ MOST_TOGETHER = 8
 
 
 class Announcing:
-    """Tells the head of jobs, and of those whose callers have left. Safe from any thread.
+    """Tells the head of jobs, and of those whose callers have left. Safe from any thread. `order` queues jobs
+    of one generation where this member orders its steps itself, and says whether it does.
 
     A message of its own for each of many callers who come at once costs a call of the system, which gives the
     interpreter up in the middle of their requests, and wakes the head each time.
     """
 
-    def __init__(self, tell: Callable[[Message], None]) -> None:
-        self._tell = tell
+    def __init__(
+        self,
+        tell: Callable[[Message], None],
+        order: Callable[[Sequence[Announcement]], bool] = lambda jobs: False,
+    ) -> None:
+        self._tell, self._order = tell, order
         self._lock = threading.Lock()  # over what is kept, also while it is sent
         self._kept: list[Announcement] = []
         self._keeps: int | None = None  # the thread whose jobs are kept
@@ -31,7 +36,7 @@ class Announcing:
     def announce(self, job: Announcement) -> None:
         """Tells the head of a job: at once, or with those that this thread takes together with it."""
         if self._keeps != threading.get_ident():
-            self._tell(announcement_message(job))
+            self._say([job])
             return
         with self._lock:
             self._kept.append(job)
@@ -64,4 +69,9 @@ class Announcing:
     def _tell_kept(self) -> None:
         kept, self._kept = self._kept, []
         for _, jobs in groupby(kept, key=lambda job: job.generation):
+            self._say(list(jobs))
+
+    def _say(self, jobs: Sequence[Announcement]) -> None:
+        """Tells of jobs of one generation."""
+        if not self._order(jobs):
             self._tell(announcement_message(*jobs))

@@ -20,7 +20,6 @@ from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.head_stream import HeadStream
 from moeserve.runtime.control.messages import (
     epoch_from,
-    header_from,
     held_message,
     here_message,
     plans_message,
@@ -35,6 +34,7 @@ from moeserve.runtime.rank.member.entries import Entries
 from moeserve.runtime.rank.member.generation import MemberGeneration
 from moeserve.runtime.rank.member.held_epoch import HeldEpoch
 from moeserve.runtime.rank.member.member_group import MemberGroup, ProcessGroupSettings
+from moeserve.runtime.rank.member.own_order import OwnOrder, header_in, run_in
 from moeserve.runtime.rank.member.receiving import Receiving
 from moeserve.runtime.rank.member.restoring import Restoring
 from moeserve.runtime.rank.member.steps import REPORT_SECONDS, MemberSteps
@@ -67,8 +67,10 @@ class Member:
         self._rank = rank
         self._lane = lane
         self._stream = stream
-        self._announcing = Announcing(self._tell)
         self._entries = Entries(stream if isinstance(stream, HeadStream) else None)
+        self.order = OwnOrder(rank.index, self._entries.put_beside, self._tell_head)
+        self.order.failed = self._report_failure
+        self._announcing = Announcing(self._tell, self.order.announce)
         self._held = HeldEpoch(rank, None if lane is None else lane.number, self._say_here)
         group = MemberGroup(rank.index, group_settings, stream.send)
         self._generation = MemberGeneration(rank, group)
@@ -85,7 +87,8 @@ class Member:
             "peers": lambda message: self.on_peers(addresses_from(message)),
             "open_layers": self._open_layers,
             "ask": lambda message: self._say_here(message["generation"]),
-            "company": lambda message: self.on_company(),
+            "company": lambda message: self.order.on_company(),
+            "steady": self.order.steady,
             "stored": group.answered,
             "drain": lambda message: threading.Thread(
                 target=self._drain, args=(message,), name="drain", daemon=True
@@ -101,7 +104,6 @@ class Member:
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
         # where each owner's process gives its experts, since the group serves
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
-        self.on_company: Callable[[], None] = lambda: None  # other members wait behind this one's runs
         self.on_end: Callable[[], None] = lambda: None  # the generation has ended; from any thread
         self.on_leave: Callable[[], None] = lambda: (
             None
@@ -173,6 +175,11 @@ class Member:
         self._steps.attends, self._steps.away = True, back
 
     def _tell(self, message: Message) -> None:
+        """Says something to whom it is for: who orders steps here, or the head."""
+        if not self.order.take(message):
+            self._tell_head(message)
+
+    def _tell_head(self, message: Message) -> None:
         """Says something to the head. Where the stream has ended, whoever receives sees to what follows: the
         generation ends, and so do its jobs.
         """
@@ -198,6 +205,7 @@ class Member:
                 self._report_failure(entry, error)
         log.info("rank %d stops: the head says so, or is gone", self._rank.index)
         self._close_lane("the rank is stopping")
+        self.order.end()
         self.on_end()  # nothing on the device waits for rows any more
         self._steps.close()
         self._leave()
@@ -258,6 +266,7 @@ class Member:
         self.closed_layers = frozenset(closed)
         if self._lane is not None:
             self._lane.wait_for_layers(closed)
+        self.order.close_layers(closed)
         self.on_layers(not closed)
 
     def _drain(self, message: Message) -> None:
@@ -277,6 +286,7 @@ class Member:
         lane keeps its jobs.
         """
         self._generation.abort()  # before the lane: a commit under way sees it
+        self.order.end()
         if back and self._lane is not None:
             self._lane.hold(reason)
         else:
@@ -303,9 +313,10 @@ class Member:
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
             case "step":
-                self._steps.run(header_from(entry), entry["generation"], self._held.epoch)
+                epoch = self._held.epoch
+                self._steps.run(header_in(entry, epoch), entry["generation"], epoch)
             case "run" if self._runs is not None:
-                self._runs.execute(entry)
+                self._runs.execute(run_in(entry, self._held.epoch))
                 self._steps.report_if_due(entry["generation"])
             case "prepare":
                 self._prepare(entry)
@@ -345,7 +356,7 @@ class Member:
         self.changes.release()
         self._held.prepare(epoch_from(entry["epoch"]), entry["generation"], after=entry["after"])
         lacks = {"lacks": list(self._held.lacks)}
-        prepared = {"kind": "prepared", "generation": entry["generation"]}
+        prepared = {"kind": "prepared", "generation": entry["generation"], "number": self.order.next_number}
         self._tell(prepared | self._held.counts() | lacks)
 
     def _load_beforehand(self, entry: Message) -> None:
@@ -369,6 +380,7 @@ class Member:
         self._rank.progress.join(Phase.JOINED)
         if not self._generation.is_live(generation):  # aborted while it joined
             return
+        self.order.begin(entry, self._rank.served.layers, self._held.epoch.members, self._held.lacks)
         if self._lane is not None:
             self._lane.open(generation)
         if not self._generation.is_live(generation) and self._lane is not None:

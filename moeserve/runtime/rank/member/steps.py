@@ -168,8 +168,10 @@ class MemberSteps:
         rank, served = self._rank, self._rank.served
         transfers = None if self._lane is None else self._lane.transfers
         if transfers is None:
-            top_k = rank.plans[header.layer].problem.top_k
-            empty = empty_input(served.checkpoint.hidden, top_k, served.dtype)
+            problem = rank.plans[header.layer].problem
+            if rank.host_threads is not None:
+                rank.host_threads.use(problem, header.lane_rows)
+            empty = empty_input(served.checkpoint.hidden, problem.top_k, served.dtype)
             rows = LaneInput.gather(header, [job for _, job in parts], empty)
             taken = _in_place(parts, served.dtype)
             try:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from moeserve.dispatch.members import Members
 from moeserve.runtime.control.run_messages import AskedRun, OrderedRun
-from moeserve.runtime.head.gathering import Gathering, Last
-from moeserve.runtime.head.run_queue import RunQueue
-from moeserve.runtime.head.sequencer import Sequencer, StepPace
+from moeserve.runtime.ordering.gathering import Gathering, Last
+from moeserve.runtime.ordering.run_queue import RunQueue
+from moeserve.runtime.ordering.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import Announcement, Step
 
 MOST = 2
@@ -59,6 +59,20 @@ class StepsInFlight:
     def queued(self) -> int:
         """Jobs that are in no step yet."""
         return self._sequencer.queued
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next step."""
+        return self._sequencer.number
+
+    def number_from(self, number: int) -> None:
+        """Numbers the next step so, or higher: numbers rise."""
+        self._sequencer.number = max(self._sequencer.number, number)
+
+    @property
+    def went_on(self) -> float:
+        """When a step was last sent, or a member finished one."""
+        return self._went_on
 
     @property
     def running(self) -> int:

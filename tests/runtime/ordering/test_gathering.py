@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from moeserve.runtime.head.gathering import Gathering, Last, Returns, StepCosts
-from moeserve.runtime.head.in_flight import StepsInFlight
-from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.ordering.gathering import Gathering, Last, Returns, StepCosts
+from moeserve.runtime.ordering.in_flight import StepsInFlight
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.step import FIRST_NUMBER, Announcement
 from tests.support.closed_loop import MEMBERS, ClosedLoop, World
 

@@ -6,31 +6,62 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
-from moeserve.runtime.control.frames import encoded
-from moeserve.runtime.control.messages import announcements_from, header_message
-from moeserve.runtime.control.run_messages import OrderedRun, asked_from, refused_message, run_message
+from moeserve.dispatch.members import Members
+from moeserve.runtime.control.messages import announcements_from
+from moeserve.runtime.control.run_messages import AskedRun, OrderedRun, asked_from
 from moeserve.runtime.control.stream import Message
-from moeserve.runtime.head.group import Group
-from moeserve.runtime.head.in_flight import StepsInFlight, run_seats
-from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.ordering.in_flight import StepsInFlight
+from moeserve.runtime.ordering.sequencer import StepPace
+from moeserve.runtime.step import Announcement, Step
 
 COMPANY_SECONDS = 0.1
 """A member whose runs others wait behind is told so at once, and again after so long."""
 
 
+class Audience(Protocol):
+    """Those who take part in steps, and how they are told. Nothing here waits."""
+
+    @property
+    def members(self) -> Members:
+        """Who belongs to the group."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that steps are of."""
+
+    def step(self, step: Step) -> None:
+        """Tells all who take part in a step of it."""
+
+    def run(self, run: OrderedRun) -> None:
+        """Tells all who take part in a run of it."""
+
+    def refuse(self, run: AskedRun, why: str) -> None:
+        """Tells the member that asked for a run that there will be none."""
+
+    def company(self, seat: int) -> bool:
+        """Tells a member that others wait behind its runs; False where it has left."""
+
+    def layers_closed(self, layers: Collection[int]) -> None:
+        """Tells all members that steps run of all layers but these."""
+
+    def sooner(self) -> None:
+        """Wakes the thread that begins steps which gather company: one is due before it would wake."""
+
+
 class StepOrder:
-    """Sends steps that are due to the members that take part. The caller of any method holds the group's
-    lock. `layers` are the decoder indices that are served; `may_begin` says whether a step may begin now.
+    """Begins steps that are due. Its owner locks. `layers` are the decoder indices that are served;
+    `may_begin` says whether a step may begin now.
     """
 
     def __init__(
-        self, group: Group, layers: Collection[int], pace: StepPace, may_begin: Callable[[], bool]
+        self, audience: Audience, layers: Collection[int], pace: StepPace, may_begin: Callable[[], bool]
     ) -> None:
-        self._group, self._layers, self._may_begin, self._pace = group, layers, may_begin, pace
+        self._audience, self._layers, self._may_begin, self._pace = audience, layers, may_begin, pace
         self._told_at: dict[int, float] = {}  # by seat: when it was last told of company
-        self.in_flight = StepsInFlight(group.members.max_lanes, pace)
+        self.in_flight = StepsInFlight(audience.members.max_lanes, pace)
         self.sleeps_until = 0.0  # the thread that begins steps which gather company; it is woken before
         self.observe: Callable[[int, float], None] = lambda layer, seconds: None  # a step of the whole group
 
@@ -41,50 +72,36 @@ class StepOrder:
         return due
 
     def _begin(self) -> float | None:
+        audience = self._audience
         while self._may_begin():
             now = time.monotonic()
-            run = self.in_flight.start_run(self._group.epoch.number, now, self._group.members)
+            run = self.in_flight.start_run(audience.epoch, now, audience.members)
             if run is not None:
-                self._send_run(run)
+                audience.run(run)
                 continue
             due = self.in_flight.due(now)
             if due is None or due > now:
                 if due is not None and due < self.sleeps_until:
-                    self._group.lock.notify_all()
+                    audience.sooner()
                 return due
-            members = self._group.members
-            step = self.in_flight.start(self._group.epoch.number, now, members)
-            if step is None:
-                continue  # those jobs were too late; others may wait
-            frames: dict[tuple[tuple[int, int], ...], bytes] = {}  # by a member's jobs: most have none
-            for number in step.seats(members):
-                header = step.header(members.at(number))
-                if header.jobs not in frames:
-                    frames[header.jobs] = encoded(header_message(header, self._group.generation))
-                self._group.send_frame(self._group.seats[number], frames[header.jobs])
+            step = self.in_flight.start(audience.epoch, now, audience.members)
+            if step is not None:  # else those jobs were too late; others may wait
+                audience.step(step)
         return None
-
-    def _send_run(self, run: OrderedRun) -> None:
-        frame = encoded(run_message(run, self._group.generation))
-        for number in run_seats(run.asked, self._group.members):
-            self._group.send_frame(self._group.seats[number], frame)
 
     def _tell_company(self, now: float) -> None:
         """Tells members whose runs others wait behind: those leave their runs, and ask step by step."""
         for run, started in self.in_flight.shared_runs(held=not self._may_begin()):
-            if run.seat not in self._group.seats:  # it has left
-                continue
             since = now - COMPANY_SECONDS if len(run.layers) == 1 else max(started, now - COMPANY_SECONDS)
-            if self._told_at.get(run.seat, -math.inf) <= since:
+            told = self._told_at.get(run.seat, -math.inf)
+            if told <= since and self._audience.company(run.seat):
                 self._told_at[run.seat] = now
-                told = {"kind": "company", "generation": self._group.generation}
-                self._group.send(self._group.seats[run.seat], told)
 
     def asked(self, rank: int, message: Message) -> None:
         """Queues a run that a member wants. Raises ValueError for a member that has no lane, and for a run
         that cannot be.
         """
-        if self._group.members.at(rank).lane is None:
+        if self._audience.members.at(rank).lane is None:
             raise ValueError(f"seat {rank} has no lane, and asked for a run")
         self.in_flight.ask(asked_from(rank, message, self._pace.lane_rows, self._layers))
         self._refuse_runs()
@@ -94,22 +111,25 @@ class StepOrder:
         """Tells those who asked for runs of layers that members still read."""
         for run in self.in_flight.refuse_runs():
             first = next(layer for layer in run.layers if layer in self.in_flight.closed)
-            told = refused_message(run, self._group.generation, f"layer {first} is being restored")
-            self._group.send(self._group.seats[run.seat], told)
+            self._audience.refuse(run, f"layer {first} is being restored")
 
     def announced(self, rank: int, message: Message) -> None:
         """Queues the jobs of a message. Raises ValueError for a member that has no lane."""
-        lane = self._group.members.at(rank).lane
+        lane = self._audience.members.at(rank).lane
         if lane is None:
             raise ValueError(f"seat {rank} has no lane, and announced job {message['job']}")
+        self.announce(announcements_from(message, lane, time.monotonic()))
+
+    def announce(self, jobs: Iterable[Announcement]) -> None:
+        """Queues jobs. Raises ValueError as `Sequencer.announce`."""
         now = time.monotonic()
-        for job in announcements_from(message, lane, now):
+        for job in jobs:
             self.in_flight.announce(job, now)
         self.begin()
 
     def withdrawn(self, rank: int, message: Message) -> None:
         """Forgets jobs that no step has taken yet."""
-        lane = self._group.members.at(rank).lane
+        lane = self._audience.members.at(rank).lane
         if lane is not None:
             self.in_flight.withdraw(lane, {int(job) for job in message["jobs"]})
 
@@ -125,8 +145,7 @@ class StepOrder:
     def close_layers(self, closed: Collection[int]) -> None:
         """Has steps of all layers (decoder indices) but these. Members are told: their calls wait."""
         if (layers := frozenset(closed)) != self.in_flight.closed:
-            told = {"kind": "open_layers", "generation": self._group.generation, "closed": sorted(layers)}
-            self._group.broadcast(told)
+            self._audience.layers_closed(layers)
         self.in_flight.closed = layers
         self._refuse_runs()
         self.begin()

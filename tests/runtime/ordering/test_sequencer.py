@@ -5,7 +5,7 @@ import math
 import pytest
 
 from moeserve.dispatch.members import Member, Members
-from moeserve.runtime.head.sequencer import Sequencer, StepPace
+from moeserve.runtime.ordering.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import FIRST_NUMBER, Announcement
 
 PACE = StepPace(lane_rows=8, step_rows=16, gather=4.0, due=100.0)

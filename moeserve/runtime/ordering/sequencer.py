@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
+from moeserve.runtime.sections import StepConfig
 from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
 
 
@@ -26,6 +28,11 @@ class StepPace:
     step_rows: int
     gather: float = 0.004
     due: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
+
+    @classmethod
+    def of(cls, step: StepConfig) -> Self:
+        """The pace that is configured."""
+        return cls(step.lane_rows, step.max_step_tokens, step.gather_seconds, step.due_seconds)
 
 
 @dataclass(eq=False)
@@ -51,7 +58,7 @@ class Sequencer:
         self._max_lanes = max_lanes
         self._pace = pace
         self._queues: dict[int, _Queue] = {}
-        self._number = FIRST_NUMBER  # of the next step; it rises for as long as the service lives
+        self.number = FIRST_NUMBER  # of the next step; it rises for as long as the service lives
 
     @property
     def queued(self) -> int:
@@ -96,7 +103,7 @@ class Sequencer:
 
     def take_numbers(self, steps: int) -> int:
         """Gives so many numbers in a row to steps that need no job; returns the first."""
-        first, self._number = self._number, self._number + steps
+        first, self.number = self.number, self.number + steps
         return first
 
     def clear(self) -> None:

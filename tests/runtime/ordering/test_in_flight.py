@@ -5,8 +5,8 @@ import math
 import pytest
 
 from moeserve.dispatch.members import Member, Members
-from moeserve.runtime.head.in_flight import MOST, StepsInFlight
-from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.ordering.in_flight import MOST, StepsInFlight
+from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.step import FIRST_NUMBER, Announcement
 
 MEMBERS = Members.of_ranks(2)
