@@ -97,6 +97,7 @@ def _rank(place: tuple[int, int], path: Path, rows: int, store: str, pipe: Conne
             started = time.perf_counter()
             threads.use(rank.plans[served.layers[0]].problem, (rows,))
             rank.step(served.layers[0], lane, (rows,) + (0,) * (ranks - 1))
+            threads.use_all()
             seconds.append(time.perf_counter() - started)
         pipe.send(seconds)
     rank.leave()

@@ -155,7 +155,7 @@ class ClusterConfig:
     launcher: str = "ray"  # ray, local
     ray_address: str = ""  # an existing cluster; empty starts one on this machine
     cpus_per_rank: float = 1.0
-    threads_per_rank: int = 0  # torch threads; 0: usable cores / ranks of a host, at least 1
+    threads_per_rank: int = 0  # torch threads at most; 0: usable cores / ranks of a host, at least 1
     start_timeout_seconds: float = 600.0
     give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
     connect_seconds: float = 30.0  # for a rank to reach the head

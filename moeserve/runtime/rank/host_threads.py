@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import torch
 
 from moeserve.experts.kernel import Problem
+
+P = ParamSpec("P")
 
 OPERATIONS = 1 << 24
 """Floating-point operations of a step, from which a second thread computes, and another for each so many
@@ -18,20 +21,39 @@ waits. Measured there, inside a service: one thread was faster at 1 million, as 
 
 
 class HostThreads:
-    """Sets torch's threads before each step, in a process whose owner this is; by the thread of the steps.
+    """Sets torch's threads for each step, in a process whose owner this is; by the thread of the steps.
 
-    most: as many compute a large step.
+    most: as many compute a large step, and whatever that thread does between two steps.
     """
 
     def __init__(self, most: int) -> None:
         self.most = self._now = most
 
     def use(self, problem: Problem, lane_rows: Sequence[int]) -> None:
-        """Has as many threads as pay compute the next step of a layer. lane_rows: of each lane."""
-        threads = min(self.most, threads_for(problem, sum(lane_rows)))
+        """Has as many threads as pay compute a step of a layer, until `use_all`. lane_rows: of each lane."""
+        self._set(min(self.most, threads_for(problem, sum(lane_rows))))
+
+    def use_all(self) -> None:
+        """The step is over."""
+        self._set(self.most)
+
+    def _set(self, threads: int) -> None:
         if threads != self._now:
             torch.set_num_threads(threads)
             self._now = threads
+
+
+def as_here(run: Callable[P, None]) -> Callable[P, None]:
+    """What a thread runs: it computes with as many threads as the calling one does now. Else it would take
+    what is set when it first computes, which may be a small step's.
+    """
+    threads = torch.get_num_threads()
+
+    def started(*given: P.args, **named: P.kwargs) -> None:
+        torch.set_num_threads(threads)
+        run(*given, **named)
+
+    return started
 
 
 def threads_for(problem: Problem, rows: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from member_ranks import served_and_planned
 
 from moeserve.dispatch.members import Members
 from moeserve.experts.kernel import Problem
-from moeserve.runtime.rank.host_threads import OPERATIONS, HostThreads, threads_for
+from moeserve.runtime.rank.host_threads import OPERATIONS, HostThreads, as_here, threads_for
 
 
 @pytest.fixture
@@ -52,3 +53,19 @@ def test_rows_of_all_lanes_count_and_owners_share_them(problem: Problem) -> None
     assert threads_for(shared, 8192) - 1 == (threads_for(problem, 8192) - 1) // 4
     assert threads_for(replace(shared, reserved_owners=3), 8192) == threads_for(problem, 8192)
     assert threads_for(replace(shared, sliced=True), 8192) == threads_for(problem, 8192)
+
+
+def test_between_two_steps_all_compute_and_in_threads_that_begin_meanwhile(problem: Problem) -> None:
+    found = list[int]()
+
+    def note() -> None:
+        found.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    threads, begun = HostThreads(3), Thread(target=as_here(note))
+    threads.use(problem, (1,))
+    begun.start()
+    begun.join()
+    assert (found, torch.get_num_threads()) == ([3], 1), "and a step's are the step's"
+    threads.use_all()
+    assert torch.get_num_threads() == 3

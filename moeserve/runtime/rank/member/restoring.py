@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.stream import Message, StreamClosed
+from moeserve.runtime.rank.host_threads import as_here
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,10 @@ class Restoring:
             return
         self._copier = self._make_copier()
         self._thread = threading.Thread(
-            target=self._run, args=(generation, list(positions), self._copier), name="restoring", daemon=True
+            target=as_here(self._run),
+            args=(generation, list(positions), self._copier),
+            name="restoring",
+            daemon=True,
         )
         self._thread.start()
 

@@ -169,15 +169,18 @@ class MemberSteps:
         transfers = None if self._lane is None else self._lane.transfers
         if transfers is None:
             problem = rank.plans[header.layer].problem
-            if rank.host_threads is not None:
-                rank.host_threads.use(problem, header.lane_rows)
+            threads = rank.host_threads
             empty = empty_input(served.checkpoint.hidden, problem.top_k, served.dtype)
             rows = LaneInput.gather(header, [job for _, job in parts], empty)
             taken = _in_place(parts, served.dtype)
             try:
+                if threads is not None:
+                    threads.use(problem, header.lane_rows)
                 place = None if taken is None else taken.home
                 answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number, place=place)
             finally:
+                if threads is not None:
+                    threads.use_all()
                 if taken is not None:
                     taken.memory.done()
             return InFlight.there(on_host(answer), parts), phases

@@ -14,6 +14,7 @@ from moeserve.experts.checksum import Slot, slot_checksum, slot_checksums
 from moeserve.experts.placement import EMPTY
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import StreamClosed, StreamSilent
+from moeserve.runtime.rank.host_threads import as_here
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers
 
@@ -57,7 +58,7 @@ class Mover:
         self._lock = threading.Lock()  # around what is wanted and what is staged: commit against abandon
         self._wanted: StageOrder | None = None
         self._ready: Vote | None = None
-        self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
+        self._thread = threading.Thread(target=as_here(self._run), name="mover", daemon=True)
         self._thread.start()
 
     def stage(self, order: StageOrder) -> None:

@@ -26,6 +26,7 @@ from moeserve.proto.texts import clipped
 from moeserve.runtime.control.shadowed import Shadowed
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.epoch import Epoch, shadows_of
+from moeserve.runtime.rank.host_threads import as_here
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.peers import HeldExpert, PeerRefused, Peers
 
@@ -120,7 +121,7 @@ class Shadows:
         self._behind: float | None = None  # since when they are those of an epoch before
         self._addresses: PeerAddresses = {}
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="shadows", daemon=True)
+        self._thread = threading.Thread(target=as_here(self._run), name="shadows", daemon=True)
         self._thread.start()
 
     @property
