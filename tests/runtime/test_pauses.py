@@ -67,6 +67,59 @@ def test_a_caller_that_rings_all_the_time_has_no_thread_look_without_a_pause(
     assert seconds_of(Pauses(), 0.0, Words(box), seen=6) >= 0.05
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="futexes are of Linux on x86-64 and aarch64")
+def test_a_lone_caller_who_rings_is_looked_at_the_rarer_the_longer_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_LOOK", 0.02)
+    monkeypatch.setattr(module, "LONGEST_REST", 0.2)
+    words = Words(memoryview(bytearray(8 * 16)).cast("Q"))
+    for idle_eighth, at_least in ((0.0, 0.02), (0.1, 0.1), (LONG, 0.2)):
+        assert 0.9 * at_least <= seconds_of(Pauses(), idle_eighth, words) < LONG / 2
+    monkeypatch.setattr(Words, "wakes", False)
+    assert seconds_of(Pauses(), LONG, words) < 0.2, "nobody could wake it"
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="futexes are of Linux on x86-64 and aarch64")
+def test_who_rests_for_one_caller_is_woken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_REST", LONG)
+    pauses = Pauses()
+    pauses.interrupt()  # nobody rests
+    threading.Timer(0.1, pauses.interrupt).start()
+    words = Words(memoryview(bytearray(8 * 16)).cast("Q"))
+    assert 0.05 < seconds_of(pauses, LONG, words) < LONG / 2
+
+
+@pytest.mark.parametrize("does", ["attaches", "detaches"])
+def test_nobody_waits_for_the_rest_of_an_idle_caller_to_be_over(
+    does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_REST", LONG)
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    model = LaneModel("tiny", 8, 4, 2, (3,))
+    lanes = DeviceLanes(regions, model, DeviceLaneLimits(lanes=4), lambda peer: lambda request, ended: None)
+    looked = list[object]()
+    asked = {"device": "cpu", "dtype": moe_pb2.DTYPE_FP32, "rows": 4, "stages": 1}
+    try:
+        first = lanes.attach(moe_pb2.AttachLaneRequest(name="idle", **asked), "tester")  # type: ignore[arg-type]
+        (idle,) = (attached.lane for attached in lanes._lanes.values())
+        idle.stirred_at, idle._box[m.BELL] = -1e9, 1
+        time.sleep(0.1)  # it rests
+        look = lanes.looking.look
+        lanes.looking.look = lambda there, leaving: (looked.append(None), look(there, leaving))[1]  # type: ignore
+        if does == "attaches":
+            lanes.attach(moe_pb2.AttachLaneRequest(name="other", **asked), "tester")  # type: ignore[arg-type]
+        else:
+            lanes.detach(first.mailbox)
+        began = time.monotonic()
+        while not looked:
+            assert time.monotonic() - began < LONG / 2
+            time.sleep(0.005)
+    finally:
+        lanes.close()
+        regions.close()
+
+
 def test_others_are_looked_at_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_LOOK", 0.05)
     assert seconds_of(Pauses(), 0.0) >= module.SHORTEST_LOOK

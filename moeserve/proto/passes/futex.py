@@ -49,6 +49,11 @@ class Words:
         self._memory = memory
         self._first = np.frombuffer(memory, np.uint64).ctypes.data
 
+    @property
+    def wakes(self) -> bool:
+        """Whether who sleeps can be woken."""
+        return _SLEEP is not None
+
     def sleep(self, at: int, seen: int, seconds: float, wanted: int | None = None) -> bool:
         """Sleeps while word `at` is `seen`, until who changes it by `write` does, at most so many seconds.
 

@@ -103,7 +103,7 @@ class DeviceLanes:
             if not closing:
                 self._lanes[lane.memory.mailbox] = Attached(request.name, request.device, lane)
                 self._there = [*self._there, lane]
-                self._changed.notify()
+                self._tell_thread()
         if closing:
             self._forget(lane)
             raise LanesTaken(CLOSED)
@@ -185,7 +185,7 @@ class DeviceLanes:
                 text = "no device lane has this mailbox; it was detached, or its caller's lease ended"
                 raise UnknownLane(text)
             self._leaves(attached)
-            self._changed.notify()
+            self._tell_thread()
         self._leave(attached, "it was detached")
 
     def attached(self) -> list[moe_pb2.DeviceLaneInfo]:
@@ -218,7 +218,7 @@ class DeviceLanes:
             for attached in there:
                 self._leaves(attached)
             self._closing = True
-            self._changed.notify()
+            self._tell_thread()
         for attached in there:
             self._leave(attached, "the rank is stopping")
         self._thread.join(CLOSE_SECONDS)
@@ -238,6 +238,11 @@ class DeviceLanes:
             raise LanesTaken(
                 f"{len(self._lanes)} device lanes are attached{more}, and passes.lanes is {most}"
             )
+
+    def _tell_thread(self) -> None:
+        """The table has changed; the lock is held."""
+        self._changed.notify()
+        self.looking.pauses.interrupt()
 
     def _leaves(self, attached: Attached) -> None:
         """A lane is in the table no more; the lock is held."""

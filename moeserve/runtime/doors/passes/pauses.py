@@ -16,6 +16,9 @@ nothing could begin before a step under way has ended, none comes before that: t
 step would have to share the interpreter with it.
 """
 
+LONGEST_REST = 0.02
+"""Seconds between two looks at a lone caller who rings, and has not for long: an eighth of that time."""
+
 MOMENT = 1e-4
 """Seconds for which a thread sleeps whatever ends meanwhile: to be woken takes a lock more."""
 
@@ -26,6 +29,13 @@ class Pauses:
     def __init__(self) -> None:
         self._none_ended = threading.Lock()  # held while no step of a lane has ended since the last look
         self._none_ended.acquire()
+        self._rests: Bell | None = None  # for which the thread waits
+
+    def interrupt(self) -> None:
+        """Others are to be looked at than those for which the thread waits, if it does."""
+        if (rests := self._rests) is not None:
+            words, at, _ = rests
+            words.wake(at)
 
     def step_ended(self) -> None:
         """A step of a lane has."""
@@ -48,7 +58,9 @@ class Pauses:
         if bell is not None and seconds < math.inf:
             words, at, seen = bell
             began = time.monotonic()
-            words.sleep(at, seen, LONGEST_LOOK)
+            self._rests = bell
+            words.sleep(at, seen, max(LONGEST_LOOK, min(seconds, LONGEST_REST if words.wakes else 0.0)))
+            self._rests = None
             if time.monotonic() - began < SHORTEST_LOOK:  # it rings all the time, or did since the look
                 time.sleep(SHORTEST_LOOK)
         elif seconds > MOMENT:
