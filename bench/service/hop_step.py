@@ -95,9 +95,8 @@ def _rank(place: tuple[int, int], path: Path, rows: int, store: str, pipe: Conne
                 dist.barrier(group=group)
                 time.sleep(pause)
             started = time.perf_counter()
-            threads.use(rank.plans[served.layers[0]].problem, (rows,))
-            rank.step(served.layers[0], lane, (rows,) + (0,) * (ranks - 1))
-            threads.use_all()
+            with threads.computing(rank.plans[served.layers[0]].problem, (rows,)):
+                rank.step(served.layers[0], lane, (rows,) + (0,) * (ranks - 1))
             seconds.append(time.perf_counter() - started)
         pipe.send(seconds)
     rank.leave()

@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 from moeserve.runtime.control.stream import Message
 
+MOST = 1 << 31
+"""Far from what a member does between two messages, and from what a service's counts end at."""
+
+MOST_NUMBER = 1 << 48
+"""Of a step; far from what a frame's numbers end at."""
+
 MOST_ENDED = 2048
 """Steps that have ended, in one message."""
 
@@ -36,18 +42,23 @@ def own_steps_from(message: Message, layers: Collection[int]) -> OwnSteps:
     """What a message says. layers: the decoder indices that are served. Raises KeyError, TypeError or
     ValueError for one of another form.
     """
-    counts = [int(message[name]) for name in ("turn", "steps", "jobs", "queued", "running", "number")]
+    counts = [int(message[name]) for name in ("turn", "steps", "jobs", "queued", "running")]
+    number = int(message["number"])
     ended = tuple((int(layer), float(seconds)) for layer, seconds in message["ended"])
-    if min(counts) < 0:
-        raise ValueError(f"a member counts {min(counts)} of its steps")
+    if not 0 <= min(counts) <= max(counts) < MOST:
+        raise ValueError(f"a member counts {min(counts)} to {max(counts)} of its steps")
+    if not 0 <= number < MOST_NUMBER:
+        raise ValueError(f"step {number} is not one of a service")
+    if min(seconds := [seconds for _, seconds in ended], default=0.0) < 0:
+        raise ValueError(f"a step took {min(seconds)} s")
     if len(ended) > MOST_ENDED:
         raise ValueError(f"{len(ended)} steps in one message; {MOST_ENDED} may be")
     if unknown := {layer for layer, _ in ended}.difference(layers):
         raise ValueError(f"steps of layers {sorted(unknown)}, which are not served")
     went_on = float(message["went_on"])
-    if not all(map(math.isfinite, (went_on, *(seconds for _, seconds in ended)))):
+    if not all(map(math.isfinite, (went_on, *seconds))):
         raise ValueError("a member's clock is no number")
-    turn, steps, jobs, queued, running, number = counts
+    turn, steps, jobs, queued, running = counts
     active, held = message["active"] is True, message["held"] is True
     return OwnSteps(turn, steps, jobs, queued, running, number, went_on, active, held, ended)
 

@@ -1,4 +1,4 @@
-"""What travels of runs: steps of a pass that are launched at once, in a group whose steps the head orders."""
+"""What travels of runs: steps of a pass that are launched at once, in the order of a group's steps."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import plans_from, positions_from, reached_from
+from moeserve.runtime.control.own_steps import MOST_NUMBER
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.generations.generations import Generations
 from moeserve.runtime.head.group import Group
@@ -17,8 +18,6 @@ from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.ordering.step_order import StepOrder
 
 log = logging.getLogger(__name__)
-
-MOST_STEPS = 1 << 48  # far from what a frame's numbers end at
 
 
 class MemberMessages:
@@ -85,7 +84,7 @@ class MemberMessages:
 
     def _prepared(self, rank: int, seat: Seat, message: Message) -> None:
         """Notes what a member holds, and which layers it has yet to read."""
-        if not 0 <= (number := int(message.get("number", 0))) < MOST_STEPS:
+        if not 0 <= (number := int(message.get("number", 0))) < MOST_NUMBER:
             raise ValueError(f"step {number} is not one of a service")
         self._steps.in_flight.number_from(number)
         seat.bytes_read, seat.weight_bytes = int(message["bytes_read"]), int(message["weight_bytes"])

@@ -42,7 +42,7 @@ class StepsInFlight:
     """Jobs that wait, steps that run, and how many of both there were. Not thread-safe: its owner locks."""
 
     def __init__(self, max_lanes: int, pace: StepPace) -> None:
-        self.steps = self.jobs = 0  # since the service began
+        self.steps = self.jobs = 0  # since this was made
         self._sequencer = Sequencer(max_lanes, pace)
         self._runs = RunQueue()
         self._gather = pace.gather
@@ -59,6 +59,11 @@ class StepsInFlight:
     def queued(self) -> int:
         """Jobs that are in no step yet."""
         return self._sequencer.queued
+
+    @property
+    def asked(self) -> int:
+        """Runs that members want and that were not sent."""
+        return len(self._runs)
 
     @property
     def next_number(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moeserve.runtime.rank.host_threads import as_here
+
 log = logging.getLogger(__name__)
 
 MOST_UNFINISHED = 3
@@ -70,7 +72,7 @@ class InOrder:
         self._unfinished += 1
         self._acts.put(act)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=as_here(self._run), name=self._name, daemon=True)
             self._thread.start()
 
     def drain(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ParamSpec
 
 import torch
@@ -29,13 +30,14 @@ class HostThreads:
     def __init__(self, most: int) -> None:
         self.most = self._now = most
 
-    def use(self, problem: Problem, lane_rows: Sequence[int]) -> None:
-        """Has as many threads as pay compute a step of a layer, until `use_all`. lane_rows: of each lane."""
+    @contextmanager
+    def computing(self, problem: Problem, lane_rows: Sequence[int]) -> Iterator[None]:
+        """Has as many threads as pay compute a step of a layer meanwhile. lane_rows: of each lane."""
         self._set(min(self.most, threads_for(problem, sum(lane_rows))))
-
-    def use_all(self) -> None:
-        """The step is over."""
-        self._set(self.most)
+        try:
+            yield
+        finally:
+            self._set(self.most)
 
     def _set(self, threads: int) -> None:
         if threads != self._now:

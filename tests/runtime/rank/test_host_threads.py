@@ -41,14 +41,15 @@ def test_a_small_step_is_computed_by_one_and_a_large_one_by_all(problem: Problem
     threads = HostThreads(3)
     torch.set_num_threads(3)
     for rows, wanted in ((1, 1), (4096, 3), (last + 1, 2), (last, 1), (4096, 3)):
-        threads.use(problem, (rows,))
-        assert torch.get_num_threads() == wanted, rows
+        with threads.computing(problem, (rows,)):
+            assert torch.get_num_threads() == wanted, rows
+        assert torch.get_num_threads() == 3
 
 
 def test_rows_of_all_lanes_count_and_owners_share_them(problem: Problem) -> None:
     threads, rows = HostThreads(8), -(-2 * OPERATIONS // (2 * 6 * 1024 * 512))
-    threads.use(problem, (1, 0, rows - 1))
-    assert torch.get_num_threads() == threads_for(problem, rows) == 3
+    with threads.computing(problem, (1, 0, rows - 1)):
+        assert torch.get_num_threads() == threads_for(problem, rows) == 3
     shared = replace(problem, owners=4, lanes=4)
     assert threads_for(shared, 8192) - 1 == (threads_for(problem, 8192) - 1) // 4
     assert threads_for(replace(shared, reserved_owners=3), 8192) == threads_for(problem, 8192)
@@ -63,9 +64,8 @@ def test_between_two_steps_all_compute_and_in_threads_that_begin_meanwhile(probl
 
     torch.set_num_threads(3)
     threads, begun = HostThreads(3), Thread(target=as_here(note))
-    threads.use(problem, (1,))
-    begun.start()
-    begun.join()
-    assert (found, torch.get_num_threads()) == ([3], 1), "and a step's are the step's"
-    threads.use_all()
+    with threads.computing(problem, (1,)):
+        begun.start()
+        begun.join()
+        assert (found, torch.get_num_threads()) == ([3], 1), "and a step's are the step's"
     assert torch.get_num_threads() == 3

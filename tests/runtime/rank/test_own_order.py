@@ -111,16 +111,17 @@ def test_a_step_is_told_of_before_it_can_hang(member: Member) -> None:
     assert order[:2] == ["head", "step"]
 
 
-def test_many_steps_are_told_of_at_once(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_are_told_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_order, "TELL_SECONDS", 60.0)
     monkeypatch.setattr(own_order, "MOST_ENDED", 8)
-    member.call()
-    member.done(FIRST_NUMBER)
-    for at in range(1, 12):
-        member.call()
-        member.done(FIRST_NUMBER + at)
-    until(lambda: sum(len(one["ended"]) for one in list(member.told)) >= 8)
-    assert all(len(one["ended"]) <= 8 for one in member.told)
+    one = Member()
+    one.begin()
+    for at in range(12):
+        one.call()
+        one.done(FIRST_NUMBER + at)
+    until(lambda: sum(len(told["ended"]) for told in list(one.told)) >= 4)
+    assert all(len(told["ended"]) <= 8 for told in one.told)
+    one.order.end()
 
 
 def test_no_step_begins_while_others_are_about_to_join(member: Member) -> None:
@@ -149,7 +150,7 @@ def test_of_another_generation_the_head_is_told(member: Member) -> None:
 def test_a_generations_end_is_the_orders_and_numbers_rise(member: Member) -> None:
     member.call()
     member.order.end()
-    assert member.count("steps") == member.count("jobs") == 1, "what it counted is told"
+    until(lambda: member.count("steps") == member.count("jobs") == 1)
     assert not member.call() and not member.done(FIRST_NUMBER)
     assert member.order.next_number == FIRST_NUMBER + 1
     member.begin(GENERATION + 2)
@@ -157,6 +158,87 @@ def test_a_generations_end_is_the_orders_and_numbers_rise(member: Member) -> Non
     assert member.numbers == [FIRST_NUMBER, FIRST_NUMBER + 1]
     member.order.end()
     until(lambda: not any(thread.name == "own-order" for thread in threading.enumerate()))
+
+
+def test_whoever_ends_a_generation_waits_for_no_head(member: Member) -> None:
+    member.call()
+    heard, takes = threading.Event(), threading.Event()
+
+    def tell(told: dict[str, Any]) -> None:
+        takes.wait(SECONDS)
+        if told["steps"]:
+            heard.set()
+
+    member.order._tell = tell
+    began = time.monotonic()
+    member.order.end()
+    assert time.monotonic() - began < SECONDS / 2 and not heard.is_set()
+    takes.set()
+    assert heard.wait(SECONDS)
+
+
+def test_a_generation_that_begins_is_the_end_of_one_that_nobody_ended(member: Member) -> None:
+    member.call()
+    member.order.begin({"generation": GENERATION + 1, "orders": 0}, LAYERS, Members.of_ranks(2), ())
+    assert not member.call() and not member.call(generation=GENERATION + 1)
+    assert member.order.next_number == FIRST_NUMBER + 1
+    until(lambda: member.count("steps") == 1)
+    until(lambda: not any(thread.name == "own-order" for thread in threading.enumerate()))
+
+
+def test_who_comes_to_rest_while_a_job_comes_tells_of_it_all_the_same() -> None:
+    one = Member()
+    one.begin()
+    seen = list[str]()
+
+    def tell(told: dict[str, Any]) -> None:
+        seen.append("head")
+        one.order._rests = one.order._rests or len(seen) == 1  # the thread has found that nothing runs
+
+    one.order._tell = tell
+    one.order._put = lambda entry: seen.append("step")
+    one.call()
+    assert seen == ["head", "head", "step"]
+    one.order.end()
+
+
+def test_a_run_that_waits_is_no_rest(member: Member) -> None:
+    """Others were about to join, and a run waited; they have not, and it ran and ended."""
+    ask = [asked_message(AskedRun(0, number, LAYERS, 4), GENERATION) for number in range(2)]
+    member.order.take(ask[0])
+    member.order.steady({"generation": GENERATION, "steady": False})
+    member.order.take(ask[1])
+    member.done(FIRST_NUMBER)
+    until(lambda: member.told[-1]["held"] and not member.told[-1]["running"])
+    assert member.told[-1]["active"]
+    member.order.steady({"generation": GENERATION, "steady": True})
+    member.done(FIRST_NUMBER + len(LAYERS))
+    until(lambda: not member.told[-1]["active"])
+    assert not member.told[-1]["running"]
+
+
+def test_what_no_head_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_order, "MOST_ENDED", 6)
+    one, stands = Member(), threading.Event()
+    one.begin()
+    one.order._tell = lambda told: (one.told.append(told), stands.wait(SECONDS))[0]
+    stands.set()
+    one.call()
+    stands.clear()
+    one.done(FIRST_NUMBER)
+    for at in range(1, 20):
+        one.call()
+        one.done(FIRST_NUMBER + at)
+    assert len(one.order._ended) <= 6
+    stands.set()
+    one.order.end()
+
+
+@pytest.mark.parametrize("late", [1e-6, 0.5, 1e9])
+def test_the_head_is_told_soon_enough_and_not_all_the_time(late: float, member: Member) -> None:
+    member.order.late_seconds = late
+    assert own_order.SHORTEST_TELLING <= member.order._interval <= own_order.TELL_SECONDS
+    assert member.order._interval <= max(own_order.SHORTEST_TELLING, late / 4)
 
 
 @pytest.mark.parametrize("wrong", ["the head orders", "no pace"])

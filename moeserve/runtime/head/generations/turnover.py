@@ -107,7 +107,7 @@ class Turnover:
                 log.info("rank %d has loaded", rank)
             case "failed":
                 self.part_with(rank, str(message["reason"]))
-            case "store" | "withdraw" | "announce" | "restored":
+            case "store" | "withdraw" | "announce" | "restored" | "done" | "run" | "ordered":
                 return  # of a generation that it had a part in
             case other:
                 raise ValueError(f"rank {rank} is to load, and says {quoted(other)}")

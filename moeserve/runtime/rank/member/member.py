@@ -355,9 +355,8 @@ class Member:
         self._leave()
         self.changes.release()
         self._held.prepare(epoch_from(entry["epoch"]), entry["generation"], after=entry["after"])
-        lacks = {"lacks": list(self._held.lacks)}
         prepared = {"kind": "prepared", "generation": entry["generation"], "number": self.order.next_number}
-        self._tell(prepared | self._held.counts() | lacks)
+        self._tell(prepared | self._held.counts() | {"lacks": list(self._held.lacks)})
 
     def _load_beforehand(self, entry: Message) -> None:
         """Loads the experts of the epoch that this member is to join, while the group serves without it. What
@@ -383,11 +382,12 @@ class Member:
         self.order.begin(entry, self._rank.served.layers, self._held.epoch.members, self._held.lacks)
         if self._lane is not None:
             self._lane.open(generation)
-        if not self._generation.is_live(generation) and self._lane is not None:
-            self._lane.hold("the group is forming again")  # its abort came before the lane was open
+        if not self._generation.is_live(generation):  # its abort came before the lane was open
+            self.order.end()
+            if self._lane is not None:
+                self._lane.hold("the group is forming again")
         self.on_serving(generation, self._held.epoch.number)
-        joined = {"kind": "joined", "generation": generation}
-        self._tell(joined | {"plans": plans_message(self._rank.plans)})
+        self._tell({"kind": "joined", "generation": generation, "plans": plans_message(self._rank.plans)})
         self._restoring.begin(generation, self._held.lacks)
 
     def _leave(self) -> None:

@@ -8,7 +8,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from moeserve.dispatch.members import Members
@@ -24,8 +26,10 @@ from moeserve.runtime.step import Announcement, Header, Step
 
 log = logging.getLogger(__name__)
 
-TELL_SECONDS = 0.25
-"""Between two messages to the head while steps run; a quarter of what it bears at most."""
+TELL_SECONDS, SHORTEST_TELLING = 0.25, 0.01
+"""Between two messages to the head while steps run: the first, or a quarter of what the head bears where that
+is shorter, but no less than the second.
+"""
 
 REST_SECONDS = 1.0  # at most, for which the thread sleeps
 
@@ -47,6 +51,7 @@ class OwnOrder:
         self.failed: Callable[[Message, Exception], None] = _nobody_hears
         self.next_number = 0  # of the step after the last one that was ordered here
         self._lock = threading.Condition(threading.RLock())
+        self._last: dict[int, Message] = {}  # by generation that has ended: what its thread has yet to tell
         self._order: StepOrder | None = None
         self._generation = 0
         self._end()
@@ -56,12 +61,13 @@ class OwnOrder:
         self._company = self._says = False  # for the thread: to tell of company, and the head at once
         self._turn, self._told_at = 0, 0.0
         self._told = 0, 0  # steps and jobs that the head has been told of
-        self._ended: list[tuple[int, float]] = []
+        self._ended = deque[tuple[int, float]](maxlen=MOST_ENDED)  # the newest, where the head takes no word
 
     def begin(self, join: Message, layers: Sequence[int], members: Members, lacks: Collection[int]) -> None:
         """A generation begins, and with it the order of its steps where `join` says so. layers: decoder
         indices of those that are served; `lacks`: positions in these that no step may take yet.
         """
+        self.end()
         first, generation = int(join.get("orders", 0)), int(join["generation"])
         if not first or self.pace is None:
             return
@@ -75,21 +81,21 @@ class OwnOrder:
         threading.Thread(target=self._run, args=(generation,), name="own-order", daemon=True).start()
 
     def end(self) -> None:
-        """The generation has ended: no step is begun in it any more."""
+        """The generation has ended: no step is begun in it any more. The head is told the last of it by the
+        order's own thread: it may take nothing, and whoever ends generations waits for nobody.
+        """
         with self._lock:
             if self._order is None:
                 return
-            told = self._figures(time.monotonic())
+            self._last[self._generation] = self._figures(time.monotonic())
             self.next_number = self._order.in_flight.next_number
             self._order, self._generation = None, 0
             self._lock.notify_all()
-        self._tell(told)
 
     def announce(self, jobs: Sequence[Announcement]) -> bool:
         """Queues jobs of one generation; False where the head is to."""
         generation = jobs[0].generation
-        self._wake(generation)
-        with self._lock:
+        with self._woken(generation):
             if (order := self._of(generation)) is None:
                 return False
             order.announce(jobs)
@@ -100,9 +106,7 @@ class OwnOrder:
         kind = message["kind"]
         if kind not in KINDS or self._order is None:
             return False
-        if kind == "run":
-            self._wake(message["generation"])
-        with self._lock:
+        with self._woken(message["generation"]) if kind == "run" else self._lock:
             if (order := self._of(message["generation"])) is None:
                 return False
             match kind:
@@ -137,19 +141,20 @@ class OwnOrder:
         """What orders the steps of a generation here; None for another one, or where the head does."""
         return self._order if generation == self._generation else None
 
-    def _wake(self, generation: int) -> None:
-        """Tells the head that steps run again, before the first: of one that hangs this process may be unable
-        to tell.
+    @contextmanager
+    def _woken(self, generation: int) -> Iterator[None]:
+        """Holds the lock, and does not rest. The head is told that steps run again, before the first: of one
+        that hangs this process may be unable to tell.
         """
-        if not self._rests:
-            return
-        with self._lock:
-            if self._of(generation) is None or not self._rests:
-                return
-            self._rests = False
-            told = self._figures(time.monotonic())
-            self._lock.notify_all()
-        self._tell(told)
+        while True:
+            with self._lock:
+                if self._of(generation) is None or not self._rests:
+                    yield
+                    return
+                self._rests = False
+                told = self._figures(time.monotonic())
+                self._lock.notify_all()
+            self._tell(told)
 
     def _observe(self, layer: int, seconds: float) -> None:
         self._ended.append((layer, seconds))
@@ -166,7 +171,8 @@ class OwnOrder:
         self._turn += 1
         self._told_at, self._says = now, False
         before, self._told = self._told, (steps.steps, steps.jobs)
-        ended, self._ended = self._ended[:MOST_ENDED], self._ended[MOST_ENDED:]
+        ended = tuple(self._ended)
+        self._ended.clear()
         told = OwnSteps(
             self._turn,
             steps.steps - before[0],
@@ -177,7 +183,7 @@ class OwnOrder:
             steps.went_on,
             not self._rests,
             not self._steady,
-            tuple(ended),
+            ended,
         )
         return own_steps_message(told, self._generation)
 
@@ -189,6 +195,10 @@ class OwnOrder:
         try:
             while self._look(generation):
                 pass
+            with self._lock:
+                last = self._last.pop(generation, None)
+            if last is not None:
+                self._tell(last)
         except Exception as error:
             self.failed({"kind": "step", "generation": generation}, error)
 
@@ -201,7 +211,7 @@ class OwnOrder:
             due, now = order.begin(), time.monotonic()
             next_telling = math.inf if self._rests else self._told_at + self._interval
             if self._says or now >= next_telling:
-                self._rests = self._rests or self._idle(order)
+                self._rests = self._idle(order)
                 told = self._figures(now)
             company, self._company = self._company, False
             if told is None and not company:
@@ -217,12 +227,13 @@ class OwnOrder:
 
     @property
     def _interval(self) -> float:
-        return min(TELL_SECONDS, self.late_seconds / 4)
+        return max(SHORTEST_TELLING, min(TELL_SECONDS, self.late_seconds / 4))
 
     def _idle(self, order: StepOrder) -> bool:
         """Whether nothing has come since the head was last told, and nothing waits or runs."""
         steps = order.in_flight
-        return not steps.running and not steps.queued and self._told == (steps.steps, steps.jobs)
+        waits = steps.running or steps.queued or steps.asked
+        return not waits and self._told == (steps.steps, steps.jobs)
 
     def tell_company(self) -> None:
         """Has the thread tell of company. The caller holds the lock."""

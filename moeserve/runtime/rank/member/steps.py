@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -165,25 +166,10 @@ class MemberSteps:
 
     def _launch(self, header: Header, parts: Parts) -> tuple[InFlight, Phases]:
         """Gathers the rows, launches the step, and has the answer brought home."""
-        rank, served = self._rank, self._rank.served
+        rank = self._rank
         transfers = None if self._lane is None else self._lane.transfers
         if transfers is None:
-            problem = rank.plans[header.layer].problem
-            threads = rank.host_threads
-            empty = empty_input(served.checkpoint.hidden, problem.top_k, served.dtype)
-            rows = LaneInput.gather(header, [job for _, job in parts], empty)
-            taken = _in_place(parts, served.dtype)
-            try:
-                if threads is not None:
-                    threads.use(problem, header.lane_rows)
-                place = None if taken is None else taken.home
-                answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number, place=place)
-            finally:
-                if threads is not None:
-                    threads.use_all()
-                if taken is not None:
-                    taken.memory.done()
-            return InFlight.there(on_host(answer), parts), phases
+            return self._computed_here(header, parts)
         flight: InFlight | None = None
         try:
             room = rank.room(header.layer, header.lane_rows)
@@ -197,6 +183,22 @@ class MemberSteps:
             self._finishing.let_go(transfers.abandoned(parts) if flight is None else flight)
             raise
         return flight, phases
+
+    def _computed_here(self, header: Header, parts: Parts) -> tuple[InFlight, Phases]:
+        """Runs the step on the host, whose answer is there then."""
+        rank, served = self._rank, self._rank.served
+        problem, threads = rank.plans[header.layer].problem, rank.host_threads
+        with nullcontext() if threads is None else threads.computing(problem, header.lane_rows):
+            empty = empty_input(served.checkpoint.hidden, problem.top_k, served.dtype)
+            rows = LaneInput.gather(header, [job for _, job in parts], empty)
+            taken = _in_place(parts, served.dtype)
+            try:
+                place = None if taken is None else taken.home
+                answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number, place=place)
+            finally:
+                if taken is not None:
+                    taken.memory.done()
+        return InFlight.there(on_host(answer), parts), phases
 
     def _retire(self, upload: Upload) -> None:
         """Lets go of rows that were uploaded for no step, once their copy has ended."""

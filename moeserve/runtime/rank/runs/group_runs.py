@@ -1,6 +1,7 @@
-"""`GroupRuns`: runs of a group of several members. The head orders them, and every owner launches each.
+"""`GroupRuns`: runs of a group of several members. The head orders them, and every owner launches each; one
+that all others have left orders its own.
 
-A member whose lane's caller has brought rows asks the head for a run. It comes to all who take part, in the
+A member whose lane's caller has brought rows asks for a run. It comes to all who take part, in the
 order of all steps: that member takes rows and posts answers, the others compute its steps without rows of
 their own. Where the pass has ended meanwhile, that member computes them so, too: the others wait for it.
 """
