@@ -25,7 +25,7 @@ SECONDS = 5.0
 class FakeRank:
     """Doubles rows into the place that it is given."""
 
-    device, index, meter = "cpu", 0, None
+    device, index, meter, host_threads = "cpu", 0, None, None
 
     def __init__(self) -> None:
         self.served = SimpleNamespace(
