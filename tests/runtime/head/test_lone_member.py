@@ -19,7 +19,7 @@ from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.step import FIRST_NUMBER
 
 ONE = Members.of_ranks(1)
-LATE = 0.4
+LATE = 0.8
 
 
 @pytest.fixture

@@ -294,12 +294,12 @@ def test_runs_are_ordered_beside_steps_and_told_of_company(member: Member) -> No
 def test_a_step_that_gathers_company_is_begun_by_the_orders_own_thread(member: Member) -> None:
     order = member.order._order
     assert order is not None
-    due = time.monotonic() + 0.1
+    due = time.monotonic() + 0.5
     order.in_flight._start_at = lambda layer, now: due  # type: ignore[method-assign]
     member.call()
     assert member.entries == []
     until(lambda: bool(member.entries))
-    assert 0.0 <= time.monotonic() - due < 1.0
+    assert 0.0 <= time.monotonic() - due < 3.0
 
 
 def test_an_order_that_cannot_go_on_ends_its_generation(member: Member) -> None:
