@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 import torch
 from failures import stand_still
 from houses import Alone, house_config
+from hung import hang, hung_config
 from patient import PatientCallers
 
-from bench.service.faults import points
 from bench.service.faults.service import Service
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -56,29 +55,12 @@ def test_a_step_that_hangs_ends_it_and_the_call_is_answered(
     checkpoint_path: Path, alone: Alone, tmp_path: Path, action: str
 ) -> None:
     """A thread that waits for ever; and one that holds the interpreter, so that nothing can be told."""
-    config = house_config(
-        checkpoint_path,
-        step__late_seconds=LATE_SECONDS,
-        step__timeout_seconds=5.0,
-        server__metrics_port=-1,
-        cluster__launcher="local",
-    )
-    batch = alone.batch(10, seed=3)
-    with Service(config, tmp_path / "service") as service, MoeClient(service.address, timeout=120) as client:
-        wanted = alone.forward(1, *batch)
-        torch.testing.assert_close(client.forward(1, *batch), wanted, **CLOSE)
-        before, generation = service.living(), service.status()[2]
-        time.sleep(1.0)  # it rests, and the head knows of no step
-        points.arm(service.folder, "in a step", 0, action)
-        answers: list[torch.Tensor] = []
-        asking = threading.Thread(target=lambda: answers.append(client.forward(1, *batch)))
-        asking.start()
-        until(lambda: points.fired(service.folder, "in a step", 0) is not None)
-        assert service.wait_whole(generation, 90.0) == ""
-        asking.join(60.0)
-        assert answers, "the call was answered"
-        torch.testing.assert_close(answers[0], wanted, **CLOSE)
-        assert service.living()[0] != before[0]
+    config = hung_config(checkpoint_path, LATE_SECONDS)
+    with Service(config, tmp_path / "service") as service:
+        before = service.living()[0][0]
+        # it rests before the step, and the head knows of none
+        assert hang(service, alone, ("in a step", 0, action), rest=1.0) == before
+        assert service.living()[0][0] != before
 
 
 def test_a_stopped_one_goes_on_where_it_was(checkpoint_path: Path, alone: Alone) -> None:

@@ -51,8 +51,8 @@ class _Size:
 
 
 class StepCosts:
-    """Seconds of a step as the head sees them: `base + row * rows`, and `trips` more where it found the
-    members idle: its header's way there, its launch, and the way back of the word that it has ended.
+    """Seconds of a step as seen by whoever orders it: `base + row * rows`, and `trips` more where it found
+    the members idle: its header's way there, its launch, and the way back of the word that it has ended.
 
     A line is fitted through the averages of steps of like size, one for those that found members idle and one
     for those that were there ahead; both have the same slope.
