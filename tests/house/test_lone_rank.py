@@ -6,22 +6,30 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from failures import stand_still
-from houses import Alone, house_config
+from houses import Alone, house_config, request_of
 from hung import hang, hung_config
 from patient import PatientCallers
+from served import served
 
 from bench.service.faults.service import Service
+from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 LATE_SECONDS = 2.0
 SECONDS = 60.0
+
+
+def hidden_of(reply: moe_pb2.ForwardReply) -> torch.Tensor:
+    return torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32).view(*reply.hidden.shape)
 
 
 def until(true: Callable[[], bool], seconds: float = SECONDS) -> None:
@@ -75,6 +83,31 @@ def test_a_stopped_one_goes_on_where_it_was(checkpoint_path: Path, alone: Alone)
         until(lambda: all(callers.answers[lane] > seen[lane] + 5 for lane in seen))
         assert house.head.coordinator.generation == generation
     assert callers.failed == []
+
+
+def test_a_head_that_stands_still_holds_up_no_step(
+    checkpoint_path: Path, alone: Alone, tmp_path: Path
+) -> None:
+    with (
+        served(tmp_path, checkpoint_path, "--launcher", "local") as service,
+        MoeClient(service.address, timeout=SECONDS) as client,
+    ):
+        address = client.topology().lanes[0].address
+        batch = alone.batch(3, seed=5)
+        with grpc.insecure_channel(address) as channel:
+            stub = moe_pb2_grpc.LaneServiceStub(channel)
+            request = request_of(1, batch)
+            stub.Forward(request, timeout=SECONDS)
+            head = service.head
+            stand_still(head)
+            for _ in range(5):  # its launcher kills it a second later
+                found = hidden_of(stub.Forward(request, timeout=SECONDS))
+                torch.testing.assert_close(found, alone.forward(1, *batch), **CLOSE)
+            stat = Path(f"/proc/{head}/stat").read_text()
+            assert stat.rpartition(")")[2].split()[0] == "T", "it was the head's answer"
+        with suppress(ProcessLookupError):
+            os.kill(head, signal.SIGCONT)
+        torch.testing.assert_close(client.forward(1, *batch), alone.forward(1, *batch), **CLOSE)
 
 
 def test_others_join_and_leave_it_and_no_call_fails(checkpoint_path: Path, alone: Alone) -> None:
