@@ -18,6 +18,7 @@ from moeserve.runtime.doors.passes import pauses as module
 from moeserve.runtime.doors.passes.announced import LaneModel
 from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
+from moeserve.runtime.doors.passes.looking import Looking
 from moeserve.runtime.doors.passes.pauses import Pauses
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 
@@ -126,6 +127,48 @@ def test_nobody_waits_for_the_rest_of_an_idle_caller_to_be_over(
     finally:
         lanes.close()
         regions.close()
+
+
+class _GpuLane:
+    """As much of a lane of a caller's GPU as a look asks for; `look` takes a while."""
+
+    rings = unseen = ahead = False
+    rung = under_way = 0
+    active_at = -math.inf
+
+    def __init__(self, *, soon: bool) -> None:
+        self.soon, self.stirred_at = soon, time.monotonic()
+
+    def stirs(self, now: float) -> bool:
+        return True
+
+    def look(self, now: float) -> bool:
+        time.sleep(0.02)
+        return False
+
+    def pause(self, now: float) -> float:
+        return (now - self.stirred_at) / 8
+
+
+class _SlowLaunches:
+    """Makes no lane; a launch takes long."""
+
+    def await_launches(self, seconds: float) -> None:
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("soon", [False, True])
+def test_a_launch_that_was_waited_for_makes_no_look_come_later(*, soon: bool) -> None:
+    """Of lanes of callers' GPUs, whose rows come a few microseconds after the answer that is on its way."""
+    looking = Looking(None)
+    looking.mail = _SlowLaunches()  # type: ignore[assignment]
+    lanes = [_GpuLane(soon=soon), _GpuLane(soon=False)]
+    pause, bell = looking.look(lanes, ())  # type: ignore[arg-type]
+    assert bell is None
+    if soon:
+        assert pause < 0.01
+    else:
+        assert 0.07 < pause < 0.3, "nobody's step is under way: twice what the look itself took"
 
 
 def test_others_are_looked_at_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ NOTE_SECONDS = 0.001
 
 LOOK_SHARE = 2.0
 """Between two looks at several lanes, of the time that the last one took, where no glance says whether there
-is anything to look at.
+is anything to look at, and no caller's GPU has a step under way: it goes on from the answer at once.
 """
 
 ELSEWHERE_SECONDS = 0.005
@@ -115,13 +115,14 @@ class Looking:
             self._look_at(stirring, lanes, now)
         for lane in leaving:
             self.looked(lane, now)
+        took = time.monotonic() - now
         if self.mail is not None and not launches:
             self.mail.await_launches(LONGEST_LOOK)
         if not leaving and self._bells.looked(now):
             return self._bells.glance_in(pause_of(lanes, now, MOMENT)), None
         least = 0.0
-        if bell is None:  # of several callers' looks most find nothing, and steps want the interpreter
-            least = LOOK_SHARE * (time.monotonic() - now)
+        if bell is None and not any(lane.soon for lane in lanes):
+            least = LOOK_SHARE * took  # most looks at several find nothing, and steps want the interpreter
         pause = pause_of((*lanes, *leaving), now, least)
         rung = bell is not None and lanes[0].rings and not lanes[0].unseen
         return pause, bell if rung else None
