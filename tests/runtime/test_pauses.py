@@ -132,7 +132,7 @@ def test_nobody_waits_for_the_rest_of_an_idle_caller_to_be_over(
 class _GpuLane:
     """As much of a lane of a caller's GPU as a look asks for; `look` takes a while."""
 
-    rings = unseen = ahead = False
+    rings = unseen = silent = ahead = False
     rung = under_way = 0
     active_at = -math.inf
 

@@ -17,6 +17,7 @@ from bench.service.hops.sizes import Sizes
 from moeserve.proto.client import Choice, MoeClient, Patience
 from moeserve.proto.errors import MoeError
 from moeserve.proto.heap import keep_freed_memory
+from moeserve.proto.host import usable_cores
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.tensors import as_torch
 from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
@@ -114,10 +115,12 @@ class Callers:
                 process.join()
 
 
-COPYING_THREADS = 8
-"""Threads of torch in a process of one caller of many rows, whose copies use them. Others have one: threads
-of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
-"""
+def copying_threads(callers: int) -> int:
+    """Threads of torch in a process of one caller of many rows, whose copies use them: three of four cores
+    over all such callers. More would spin for work on all cores, and hold up the ranks too.
+    """
+    return max(1, 3 * usable_cores() // (4 * callers))
+
 
 COPYING_BYTES = 1 << 20  # of a call's rows, from which its copies are worth them
 
@@ -142,7 +145,7 @@ def _serve(pipe: Connection, address: str, sizes: Sizes, spin: float) -> None:
 
 def _run(pipe: Connection, client: MoeClient, sizes: Sizes, load: Load, numbers: list[int]) -> None:
     many = len(numbers) == 1 and sizes.nbytes(load.rows) >= COPYING_BYTES
-    torch.set_num_threads(COPYING_THREADS if many else 1)
+    torch.set_num_threads(copying_threads(1 + load.beside) if many else 1)
     with ExitStack() as stack:
         callers = [_Caller(client, sizes, load, number, stack) for number in numbers]
         _all([caller.warm_up for caller in callers])

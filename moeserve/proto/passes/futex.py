@@ -32,6 +32,11 @@ SUPPORTED = sys.platform == "linux" and platform.machine() in _NUMBERS and sys.b
 _NUMBER = ctypes.c_long(_NUMBERS.get(platform.machine(), 0))
 _SLEEP = ctypes.CDLL(None, use_errno=True).syscall if SUPPORTED else None
 _WAKE_CALL = ctypes.PyDLL(None).syscall if SUPPORTED else None  # too short to give the interpreter up for
+if _WAKE_CALL is not None:
+    _WAKE_CALL.argtypes = (
+        *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
+        *3 * (ctypes.c_void_p,),
+    )
 
 
 class _Timespec(ctypes.Structure):
@@ -74,7 +79,8 @@ class Words:
         """Has word `at` be `value`, and wakes who sleeps until it changes."""
         before = self._memory[at]
         self._memory[at] = value
-        self._wake(self._place(at, upper=not (before ^ value) & _HALF))
+        place = self._first + _WORD * at
+        self._wake(place if (before ^ value) & _HALF else place + _WORD // 2)
 
     def wake(self, at: int) -> None:
         """Wakes who sleeps until word `at` changes, though it has not."""
@@ -86,4 +92,4 @@ class Words:
     @staticmethod
     def _wake(place: int) -> None:
         if _WAKE_CALL is not None:
-            _WAKE_CALL(_NUMBER, ctypes.c_void_p(place), _WAKE, _EVERYBODY, None, None, 0)
+            _WAKE_CALL(_NUMBER, place, _WAKE, _EVERYBODY, None, None, None)

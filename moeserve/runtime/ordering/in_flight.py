@@ -61,6 +61,11 @@ class StepsInFlight:
         return self._sequencer.queued
 
     @property
+    def idle(self) -> bool:
+        """Whether neither a job nor a run waits to be begun."""
+        return self._sequencer.empty and not self._runs
+
+    @property
     def asked(self) -> int:
         """Runs that members want and that were not sent."""
         return len(self._runs)

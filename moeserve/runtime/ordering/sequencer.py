@@ -66,6 +66,11 @@ class Sequencer:
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     @property
+    def empty(self) -> bool:
+        """Whether no job waits."""
+        return not any(queue.jobs for queue in self._queues.values())
+
+    @property
     def layers(self) -> list[int]:
         """Layers that jobs wait for."""
         return [layer for layer, queue in self._queues.items() if queue.jobs]
@@ -126,6 +131,8 @@ class Sequencer:
         if len(waiting) > 1:
             layer = min(waiting, key=lambda layer: min(map(self._urgency, waiting[layer].jobs)))
         lanes = self._fill(waiting[layer])
+        if not waiting[layer].jobs:
+            del self._queues[layer]  # a model has many layers, and few of them jobs
         return Step(self.take_numbers(1), epoch, layer, tuple(tuple(lane) for lane in lanes))
 
     def _urgency(self, entry: tuple[float, Announcement]) -> tuple[float, float]:

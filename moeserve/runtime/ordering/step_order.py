@@ -73,7 +73,7 @@ class StepOrder:
 
     def _begin(self) -> float | None:
         audience = self._audience
-        while self._may_begin():
+        while not self.in_flight.idle and self._may_begin():
             now = time.monotonic()
             run = self.in_flight.start_run(audience.epoch, now, audience.members)
             if run is not None:

@@ -18,7 +18,6 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     ProcessCollector,
     disable_created_metrics,
 )
@@ -28,6 +27,7 @@ from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.step import StepRecord
+from moeserve.runtime.telemetry.durations import Duration, Durations
 from moeserve.runtime.telemetry.http import serve_http
 from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric
 
@@ -45,8 +45,8 @@ class Telemetry:
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
-        self._histograms: dict[str, Histogram] = {}
-        self._requests: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}  # by labels
+        self._histograms: dict[str, Durations] = {}
+        self._requests: dict[tuple[str, str, str], tuple[Counter, Duration]] = {}  # by labels
         for entry in (*PROCESS, *entries):
             if not entry.computed:
                 self._build(entry)
@@ -106,10 +106,9 @@ class Telemetry:
             case "gauge":
                 self._gauges[entry.name] = Gauge(entry.name, entry.help, labels, registry=registry)
             case "histogram":
-                histogram = Histogram(
-                    entry.name, entry.help, labels, registry=registry, buckets=entry.buckets
+                self._histograms[entry.name] = Durations(
+                    entry.name, entry.help, labels, registry, entry.buckets
                 )
-                self._histograms[entry.name] = histogram
             case kind:
                 raise ValueError(f"{entry.name} is of kind {kind!r}; known: counter, gauge, histogram")
 
@@ -119,7 +118,7 @@ class Telemetry:
     def _gauge(self, name: str, **labels: str) -> Gauge:
         return self._gauges[name].labels(**self._own, **labels)
 
-    def _histogram(self, name: str, **labels: str) -> Histogram:
+    def _histogram(self, name: str, **labels: str) -> Duration:
         return self._histograms[name].labels(**self._own, **labels)
 
 

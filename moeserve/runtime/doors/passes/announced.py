@@ -149,6 +149,11 @@ class AnnouncedLane(ABC):
         """Whether its caller, who rings, may have said something that no look has seen."""
         return False
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is to be looked at before its caller rings."""
+        return self.rings and not self.unseen and not self.ahead
+
     def stirs(self, now: float) -> bool:
         """Whether there may be something to look at."""
         return True

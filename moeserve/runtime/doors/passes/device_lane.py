@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
@@ -22,7 +23,7 @@ from moeserve.runtime.doors.passes.announced import (
     LaneMemory,
     LaneTerms,
 )
-from moeserve.runtime.doors.passes.host_pass import Call, HostPass, Stage
+from moeserve.runtime.doors.passes.host_pass import Call, HostPass
 from moeserve.runtime.doors.passes.host_steps import HostStep, HostSteps, Outcome, Places
 from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK
 from moeserve.runtime.doors.passes.turns import Company
@@ -59,7 +60,11 @@ class DeviceLane(HandedLane):
         self.steps: HostSteps | None = None
         self.peer = ""  # who its caller is
         self._begin = begin
-        self._places: dict[int, tuple[int, Places]] = {}  # of each stage's last rows, and how many they are
+        # of each stage's last rows: how many they are, and where, if they are begun with others'
+        self._places: dict[int, tuple[int, Places | None]] = {}
+        stages = range(memory.layout.stages)
+        self._heads = [memory.layout.header(stage) for stage in stages]
+        self._answers = [memory.layout.answer_header(stage) for stage in stages]
         self._lent = 0  # steps for which the rank may touch its memory
         self._bell, self._looked = 0, -math.inf  # BELL at the last look, and when that was
         self._waits = False  # rows are there of a step that could not begin then
@@ -76,12 +81,18 @@ class DeviceLane(HandedLane):
     @property
     def rings(self) -> bool:
         """Whether its caller says when there is something to look at."""
-        return not self._waits and not self._tries and super().rings
+        return self._box[m.BELL] != 0 and not self._waits and not self._tries
 
     @property
     def unseen(self) -> bool:
         """Whether its caller may have said something that no look has seen."""
-        return bool(self._bell != self._box[m.BELL])
+        return self._bell != self._box[m.BELL]
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is to be looked at before its caller rings."""
+        bell = self._box[m.BELL]
+        return bell != 0 and bell == self._bell and not self._waits and not self._tries
 
     def pause(self, now: float) -> float:
         """Seconds for which its caller's words need not be looked at: while each stage has a step under way,
@@ -91,7 +102,7 @@ class DeviceLane(HandedLane):
         if run is None or run.ends is not None:
             return super().pause(now)
         for stage in run.stages:
-            if run.wants(stage) and self._open(run.layer(stage)):
+            if not stage.busy and run.wants(stage) and self._open(run.layer(stage)):
                 return super().pause(now)
         return math.inf
 
@@ -101,9 +112,9 @@ class DeviceLane(HandedLane):
         """
         bell, waits = self._box[m.BELL], self._waits or self._tries
         if bell and bell == self._bell and not waits:
-            run = self._pass
-            busy = run is not None and all(stage.busy for stage in run.stages)
-            if busy or now < self._looked + LONGEST_LOOK:
+            if now < self._looked + LONGEST_LOOK:
+                return False
+            if (run := self._pass) is not None and all(stage.busy for stage in run.stages):
                 return False
         self._bell, self._looked = bell, now
         return True
@@ -147,14 +158,14 @@ class DeviceLane(HandedLane):
                 self._bell = 0  # the caller may have rung once for the pass and the rows of its first step
             return found
         with self._lock:  # a step that ends changes all that is looked at here
-            ending = run.ends is not None
-            ends = run.ends or self._over(run, now)
-            there = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
+            ending, there = run.ends is not None, self._there(run, now)
+            ends = run.ends or self._over(run, now, there)
             begun = [] if self.held or ends is not None else there
             begun = [at for at in begun if self._open(run.layer(run.stages[at]))]
             self._waits = len(begun) < len(there)
             for at in there:
-                run.stages[at].there = min(run.stages[at].there, now)
+                stage = run.stages[at]
+                stage.there = min(stage.there, now)
             for at in begun:
                 run.stages[at].busy = True
         if ends is not None:
@@ -174,17 +185,23 @@ class DeviceLane(HandedLane):
                         run.stages[other].busy = False
                 raise
 
-    def _over(self, run: HostPass, now: float) -> tuple[Status, str] | None:
-        """How the caller, or too long a wait, ends a pass; None where it goes on. The lock is held."""
+    def _over(self, run: HostPass, now: float, there: list[int]) -> tuple[Status, str] | None:
+        """How the caller, or too long a wait, ends a pass; None where it goes on. there: stages whose rows
+        are. The lock is held.
+        """
         if self._box[m.GIVEN_UP] == run.number:
             return Status.OK, ""
         for at, stage in enumerate(run.stages):
             if now - stage.refused > self._terms.answer:
                 return Status.LOST, f"overloaded: no room for stage {at} within {self._terms.answer:g} s"
-            if not stage.busy and now - stage.there > self._terms.answer:
+            if stage.busy:
+                continue
+            if now - stage.there > self._terms.answer:
                 layer, limit = run.layer(stage), f"{self._terms.answer:g} s"
                 return Status.LOST, f"overloaded: no step of layer {layer} for stage {at} within {limit}"
-            if run.wants(stage) and run.late(stage, now, self._terms.patience) and not self._has_tag(run, at):
+            if at in there or not run.wants(stage):
+                continue
+            if run.late(stage, now, self._terms.patience) and not self._has_tag(run, at):
                 key = f"passes.patience_seconds = {self._terms.patience:g}"
                 text = f"late: stage {at} brought no rows of layer {run.layer(stage)} within {key}"
                 return Status.LATE, text
@@ -205,18 +222,20 @@ class DeviceLane(HandedLane):
         if self.detached:
             self._end(run, Status.DETACHED, self.detached)
 
-    def _is_there(self, run: HostPass, at: int, stage: Stage, now: float) -> bool:
-        """Whether the rows of a stage's next step are there."""
-        return run.wants(stage) and now >= stage.again and self._has_tag(run, at)
+    def _there(self, run: HostPass, now: float) -> list[int]:
+        """The stages whose next step's rows are there, and may be begun."""
+        return [
+            at
+            for at, stage in enumerate(run.stages)
+            if not stage.busy and now >= stage.again and self._has_tag(run, at) and run.wants(stage)
+        ]
 
     def _has_tag(self, run: HostPass, at: int) -> bool:
-        tag = self._box[self.memory.layout.header(at) + m.TAG]
-        return bool(tag == tag_of(run.number, run.stages[at].steps))
+        return self._box[self._heads[at] + m.TAG] == tag_of(run.number, run.stages[at].steps)
 
     def _start(self, run: HostPass, at: int) -> None:
         fence()
-        stage, layout = run.stages[at], self.memory.layout
-        head = layout.header(at)
+        stage, layout, head = run.stages[at], self.memory.layout, self._heads[at]
         _, layer, named, count, kind = self._box[head : head + 5]
         wanted = run.layer(stage)
         if (layer, named) != (wanted, at):
@@ -253,19 +272,14 @@ class DeviceLane(HandedLane):
             return None
         known = self._places.get(at)
         if known is None or known[0] != count:
-            known = count, Places.of(self.memory.layout, self.memory.held, at, count)
-            self._places[at] = known
-        if not self.steps.takes(known[1]):
+            found = Places.of(self.memory.layout, self.memory.held, at, count)
+            known = self._places[at] = count, found if self.steps.takes(found) else None
+        if (places := known[1]) is None:
             return None
         with self._lock:
             self._lent += 1
-        step = HostStep(
-            (layer, run.version),
-            known[1],
-            (self.peer, run.stages[at].there),
-            lambda outcome: self._told(run, at, outcome),
-            self._given_back,
-        )
+        caller = self.peer, run.stages[at].there
+        step = HostStep((layer, run.version), places, caller, partial(self._told, run, at), self._given_back)
         self.steps.add(step)
         return step
 
@@ -307,34 +321,34 @@ class DeviceLane(HandedLane):
         stage = run.stages[at]
         with self._lock:
             stage.busy, stage.call = False, None
-            self.stirred_at = self._looked = _now()
+            self.stirred_at = self._looked = now = _now()
             if run.ends is None:
-                self._count(run, at, outcome)
+                self._count(run, at, outcome, now)
             ends = run.ends is not None
             self._tries = ends or any(one.refused < math.inf for one in run.stages)
         if ends:
             self._conclude(run)
 
-    def _count(self, run: HostPass, at: int, outcome: Outcome) -> None:
+    def _count(self, run: HostPass, at: int, outcome: Outcome, now: float) -> None:
         """Notes how a step of a pass that runs has ended; the lock is held."""
         stage = run.stages[at]
         if isinstance(outcome, Stamp):
-            self._answered(run, at, outcome)
+            self._answered(run, at, outcome, now)
         elif outcome.code == RESOURCE_EXHAUSTED:
-            stage.again, stage.refused = _again(outcome), min(stage.refused, _now())
+            stage.again, stage.refused = now + _again(outcome), min(stage.refused, now)
         else:
             run.ends = _status(outcome), f"{outcome.reason}: {outcome.message}"
         if run.done:
             run.ends = Status.OK, ""
 
-    def _answered(self, run: HostPass, at: int, stamp: Stamp) -> None:
+    def _answered(self, run: HostPass, at: int, stamp: Stamp, now: float) -> None:
         """Tells the caller that its answer is there; the lock is held."""
-        stage, head = run.stages[at], self.memory.layout.answer_header(at)
+        stage, head = run.stages[at], self._answers[at]
         self._out[head + m.EPOCH], self._out[head + m.VERSION] = stamp
         if not run.any_weights:
             run.version = run.version or stamp.weights_version
         tag = tag_of(run.number, stage.steps)
-        stage.steps, stage.since, stage.refused = stage.steps + 1, _now(), math.inf
+        stage.steps, stage.since, stage.refused = stage.steps + 1, now, math.inf
         stage.there = math.inf
         self.counts.steps += 1
         fence()
@@ -379,9 +393,8 @@ def _now() -> float:
 
 
 def _again(failed: moe_pb2.Error) -> float:
-    """When a step may be tried again that the lane had no room for."""
-    told = failed.pushback_ms / 1000 if failed.HasField("pushback_ms") else SOON_SECONDS
-    return _now() + told
+    """After how many seconds a step may be tried again that the lane had no room for."""
+    return failed.pushback_ms / 1000 if failed.HasField("pushback_ms") else SOON_SECONDS
 
 
 def _status(failed: moe_pb2.Error) -> Status:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -93,19 +94,16 @@ class HostStep:
         self.waits = True  # it was neither begun nor has it failed
         self.held: Held | None = None  # its rows, while they count
         self.admission: RowAdmission | None = None  # that has let it in
+        self.rows = len(places.ids)  # how many it brings
         self._ended, self._given_back = ended, given_back
         self._together: tuple[Together, Part] | None = None
         self._started, self._took, self._code = time.perf_counter(), 0.0, "OK"
 
-    @property
-    def rows(self) -> int:
-        """How many it brings."""
-        return len(self.places.ids)
-
     def part(self, observe: Observe) -> Part:
         """What it is of a job."""
         places = self.places
-        return Part(places.hidden, places.home, self._tell, lambda: self._done(observe), self._given_back)
+        done = partial(self._done, observe)
+        return Part(places.hidden, places.home, self._tell, done, self._given_back)
 
     def joins(self, together: Together, part: Part) -> None:
         """Its job was made."""

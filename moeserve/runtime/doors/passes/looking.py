@@ -54,6 +54,9 @@ class Looking:
         self._noted = -math.inf  # when it was last noted who wants steps
         self._others_at = -math.inf  # when calls were last seen to wait
         self._calls = False  # whether they have waited lately
+        self._there: list[AnnouncedLane] = []  # at the last look
+        self._leads: list[AnnouncedLane] = []  # those of them whose steps may be launched ahead
+        self._mails: list[MailLane] = []  # those of callers' GPUs
         self._active: list[AnnouncedLane] = []  # lanes whose callers have wanted steps lately
         self._hosts: list[AnnouncedLane] = []  # those of them with rows in host memory
         self._elsewhere_at = -math.inf  # when the thread that launches steps last asked for a look
@@ -106,6 +109,9 @@ class Looking:
         if not ended and not leaving and self._bells.quiet(lanes):
             return self._bells.pause, None
         self._bells.look(lanes)
+        if lanes is not self._there:
+            self._there, self._mails = lanes, [lane for lane in lanes if isinstance(lane, MailLane)]
+            self._leads = [lane for lane in lanes if type(lane).ahead is not AnnouncedLane.ahead]
         bell = lanes[0].bell() if len(lanes) == 1 and not leaving else None
         now = time.monotonic()
         if len(lanes) == 1:
@@ -121,7 +127,7 @@ class Looking:
         if not leaving and self._bells.looked(now):
             return self._bells.glance_in(pause_of(lanes, now, MOMENT)), None
         least = 0.0
-        if bell is None and not any(lane.soon for lane in lanes):
+        if bell is None and not any(lane.soon for lane in self._leads):
             least = LOOK_SHARE * took  # most looks at several find nothing, and steps want the interpreter
         pause = pause_of((*lanes, *leaving), now, least)
         rung = bell is not None and lanes[0].rings and not lanes[0].unseen
@@ -136,10 +142,11 @@ class Looking:
             self.steps.begin()
         if any(lane not in self._active for lane in found):
             self.note_company(lanes, now)
-        for lane in lanes:  # also those whose callers have not wanted a step lately
+        for lane in self._leads:  # also those whose callers have not wanted a step lately
             if lane.ahead and (company := self.company_of(lane)) is not Company.NONE:
                 lane.yield_steps(company)
-        Turns.leave(lane for lane in lanes if isinstance(lane, MailLane))
+        if self._mails:
+            Turns.leave(self._mails)
 
     def looked(self, lane: AnnouncedLane, now: float) -> bool:
         """Looks at `lane`; whether there was anything. What goes wrong with a lane ends it, and no other."""

@@ -86,9 +86,7 @@ class Bells:
 
     def looked(self, now: float) -> bool:
         """The look that began `now` has ended. Whether glances come before the next one."""
-        quiet = len(self._lanes) > 1 and all(
-            lane.rings and not lane.unseen and not lane.ahead for lane in self._lanes
-        )
+        quiet = len(self._lanes) > 1 and all(lane.silent for lane in self._lanes)
         self._until = now + LONGEST_LOOK if quiet else -math.inf
         return quiet
 

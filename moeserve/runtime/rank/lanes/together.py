@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from numpy import int32
@@ -38,11 +39,10 @@ class Part:
     given_back: Callable[[], None]
     open: bool = True  # its end was not told
     lent: bool = True  # its memory is not given back
+    rows: int = field(init=False)  # how many
 
-    @property
-    def rows(self) -> int:
-        """How many."""
-        return self.hidden.shape[0]
+    def __post_init__(self) -> None:
+        self.rows = self.hidden.shape[0]
 
 
 class Together:
@@ -60,6 +60,10 @@ class Together:
         """
         self.parts, self._before, self._over = tuple(parts), ended, over
         self._ids, self._weights = choice
+        ends = accumulate(part.rows for part in parts)
+        self._segments = [
+            Segment(end - part.rows, part.hidden, part.home) for part, end in zip(parts, ends, strict=True)
+        ]
         self.gathered = False  # whether they are all who were there, and others come with the next one
         self._job: Job | None = None
         self._memory = CallerMemory(self._give_back)
@@ -103,13 +107,8 @@ class Together:
         """Where the rows lie that are still there, and where their answers go. Whoever touches them has said
         so before (`Job.lent.memory.use`): then their memory is not given back meanwhile.
         """
-        found, at = list[Segment](), 0
         with self._lock:
-            for part in self.parts:
-                if part.lent:
-                    found.append(Segment(at, part.hidden, part.home))
-                at += part.rows
-        return found
+            return [segment for part, segment in zip(self.parts, self._segments, strict=True) if part.lent]
 
     def leave(self, part: Part, error: Exception) -> None:
         """Ends one part with `error`, unless it has ended; the others go on. Its memory is given back at once
@@ -130,8 +129,7 @@ class Together:
             part.given_back()
         if last and job is not None:
             job.fail(error)  # before its caller hears of it: the lane holds nothing any more
-        _each([part], lambda one: one.tell(error))
-        _each([part], lambda one: one.done())
+        _tell([part], error)
 
     def _ended(self, job: Job) -> None:
         """The job was answered or has failed."""
@@ -154,8 +152,7 @@ class Together:
         job.disown()
         self._before(job)
         self._memory.done()
-        _each(left, lambda part: part.tell(outcome))
-        _each(left, lambda part: part.done())
+        _tell(left, outcome)
         self._job = job.several = None  # which hold each other
         self._over()
 
@@ -174,16 +171,29 @@ class Together:
             lent = [part for part in self.parts if part.lent]
             for part in lent:
                 part.lent = False
-        _each(lent, lambda part: part.given_back())
+        for part in lent:
+            try:
+                part.given_back()
+            except Exception:
+                log.exception(NOT_ENDED)
 
 
-def _each(parts: Sequence[Part], act: Callable[[Part], None]) -> None:
-    """Does so for each; what goes wrong with one concerns no other."""
+NOT_ENDED = "a caller's part of a step could not be ended"
+"""What is logged of one for whom something goes wrong, which concerns no other."""
+
+
+def _tell(parts: Sequence[Part], outcome: Outcome) -> None:
+    """Tells all, and is done with them then."""
     for part in parts:
         try:
-            act(part)
+            part.tell(outcome)
         except Exception:
-            log.exception("a caller's part of a step could not be ended")
+            log.exception(NOT_ENDED)
+    for part in parts:
+        try:
+            part.done()
+        except Exception:
+            log.exception(NOT_ENDED)
 
 
 @lru_cache(maxsize=64)
