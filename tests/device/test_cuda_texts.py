@@ -17,7 +17,6 @@ from moeserve.experts.kernels.cuda import (
     rounded,
     steps,
 )
-from moeserve.runtime.rank.transfers import segments
 
 EXPERTS = (
     steps.SHARED,
@@ -30,7 +29,6 @@ USED = {
     peers.__package__: {
         part for part in (*peers.SOURCES, *rounding.SOURCES_OF_ROUNDING) if isinstance(part, str)
     },
-    segments.__package__: {part for part in segments.SOURCES if isinstance(part, str)},
 }
 MOST_LINES = 600
 

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from moeserve.runtime.doors.calls.pace import FRESH_SECONDS, Pace
-from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
+from moeserve.runtime.doors.calls.rows import Held, Leave, RowAdmission, RowLimits
 from moeserve.runtime.errors import LaneFull
 
 ROWS_A_SECOND = 1000.0
@@ -252,3 +252,59 @@ def test_what_is_ahead_is_the_same_however_it_is_summed(seed: int) -> None:
         assert [one.ahead for one in quick._held] == [one.ahead for one in slow._held]
         assert quick.rows == slow.rows and quick._latest < math.inf
     assert let_in > 1000
+
+
+class _Twice:
+    """The same calls at two lanes: those of one moment let in together, and one by one."""
+
+    def __init__(self, limits: RowLimits) -> None:
+        self.now = 100.0
+        self.together, self.alone = (RowAdmission(limits, lambda: self.now) for _ in range(2))
+        self.held: list[tuple[Held, Held]] = []
+
+    def enter(self, calls: list[tuple[str, int, float]]) -> list[bool]:
+        """Whether each was let in; what both lanes note of it is the same."""
+        found = self.together.enter_all(calls)
+        others = [self.alone.enter_all([call])[0] for call in calls]
+        for one, other in zip(found, others, strict=True):
+            if isinstance(one, Held) and isinstance(other, Held):
+                assert self._noted(one) == self._noted(other)
+                self.held.append((one, other))
+            else:
+                assert isinstance(one, LaneFull) and isinstance(other, LaneFull)
+                assert str(one) == str(other)  # when to come back is drawn by chance
+        assert self.together.rows == self.alone.rows
+        return [isinstance(one, Held) for one in found]
+
+    @staticmethod
+    def _noted(held: Held) -> tuple[object, ...]:
+        caller = held.caller
+        about = caller.peer, caller.calls, caller.held, caller.room
+        return held.rows, held.ahead, held.urgency, held.entered, held.seconds, about
+
+    def leave(self, count: int) -> None:
+        ended, self.held = self.held[:count], self.held[count:]
+        self.together.leave_all([one for one, _ in ended], "OK")
+        for _, other in ended:
+            self.alone.leave_all([other], "OK")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_of_one_moment_are_let_in_as_if_one_came_after_the_other(seed: int) -> None:
+    """Of few and many callers, some with several calls, some in a hurry, with and without room for all."""
+    draw = random.Random(seed)
+    twice, let_in = _Twice(RowLimits(rows=draw.choice([200, 4000, 60000]), seconds=2.0)), list[bool]()
+    most_together = 0
+    for _ in range(300):
+        peers = [f"unix:{draw.randrange(draw.choice([4, 40]))}" for _ in range(draw.randrange(9))]
+        seconds = draw.choice([0.2, 2.0, math.inf])
+        calls = [(peer, draw.choice([1, 16, 16, 256]), twice.now + seconds) for peer in peers]
+        fit = len(calls) > 1 and twice.together._all_fit(calls, twice.now)
+        entered = twice.enter(calls)
+        assert all(entered) or not fit
+        most_together = max(most_together, len(calls) if fit else 0)
+        let_in += entered
+        twice.now += draw.choice([0.0, 0.001, 0.02])
+        twice.leave(draw.randrange(10))
+    assert most_together > 3, "this test tries what is let in at one look"
+    assert any(let_in)

@@ -173,12 +173,13 @@ class RowAdmission:
     def _let_all_in(self, calls: Sequence[tuple[str, int, float]], now: float) -> list[Held | LaneFull]:
         """Lets in calls of which `_all_fit` has said that none is refused. The lock is held."""
         limits, entered = self.limits, list[Held | LaneFull]()
-        a_row, due = self._a_row(now) if self._rows else 0.0, now + limits.due
+        a_row, due = -1.0, now + limits.due
         for peer, rows, deadline in calls:
             caller = self._callers.of(peer)
             seconds = HEADROOM * min(deadline - now, limits.seconds)
-            if a_row:
-                caller.room = seconds / a_row
+            if self._rows:
+                a_row = self._a_row(now) if a_row < 0 else a_row
+                caller.room = seconds / a_row if a_row else math.inf
             entered.append(self._hold(caller, rows, rows + self._rows, due, (now, seconds)))
         return entered
 

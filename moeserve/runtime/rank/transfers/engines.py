@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.runtime.rank.transfers.segments import Copy, segments_on
 from moeserve.runtime.step import Moment
 
-MOST_TOGETHER_BYTES = 4 << 20
-"""Of short copies that a kernel makes at once; of more the engines leave the device its multiprocessors."""
+Copy = tuple[int, int, int]
+"""The address that bytes are copied to, where they lie, and how many."""
 
 
 class Engines:
@@ -28,7 +27,6 @@ class Engines:
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._index = self._up.device_index
         self._context = _current_context()
-        self._segments = segments_on(device)
         self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
 
     def use(self) -> None:
@@ -85,18 +83,6 @@ class Engines:
             if status := queue(into, source, nbytes, stream):
                 raise RuntimeError(f"{nbytes} bytes cannot be copied: cuMemcpyAsync: CUDA error {status}")
 
-    def copy_together(self, copies: Sequence[Copy]) -> None:
-        """Does as `copy`, short ones in one launch. By the thread of the steps alone."""
-        segments = self._segments
-        if segments is None or len(copies) < 2 or sum([one[2] for one in copies]) > MOST_TOGETHER_BYTES:
-            self.copy(copies)
-            return
-        together = [one for one in copies if segments.fits(one)]
-        if len(together) < len(copies):
-            self.copy(one for one in copies if not segments.fits(one))
-        if together:
-            segments.copy(together, self._current.cuda_stream)
-
     def event(self, *, sleeps: bool = False) -> Moment:
         """What the current stream has been given so far.
 
@@ -137,10 +123,6 @@ class HostEngines(Engines):
         """Copies at once."""
         for copy in copies:
             ctypes.memmove(*copy)
-
-    def copy_together(self, copies: Sequence[Copy]) -> None:
-        """Copies at once."""
-        self.copy(copies)
 
     def uploading(self) -> AbstractContextManager[object]:
         """Does nothing."""

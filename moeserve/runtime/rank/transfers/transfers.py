@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moeserve.runtime.rank.transfers.engines import Engines, Passed
-from moeserve.runtime.rank.transfers.segments import Copy
 from moeserve.runtime.rank.transfers.step_room import StagedRoutes, StepRoom
 from moeserve.runtime.step import Job, Moment, Segment, Upload, joined_rows
 
@@ -104,10 +103,8 @@ class Transfers:
                 rows = torch.empty(source.shape, dtype=source.dtype, device=engines.device)
                 if given_back is None:
                     rows.copy_(source, non_blocking=True)  # torch keeps the pinned memory until then
-                elif source.is_meta:
-                    self.engines.copy(_pieces(job.segments, (rows, 0)))
                 else:
-                    self._copy(source, (rows, 0), to_host=False)
+                    self._bring(source, job.segments, (rows, 0))
                 return Upload(rows, engines.event(), release)
         except torch.OutOfMemoryError:
             release()
@@ -129,8 +126,7 @@ class Transfers:
 
         parts: rows and job, in the order of the step. Returns what has to be kept until the step has ended.
         """
-        together: list[Copy] = []
-        kept: list[object] = [self._gather_routes(room, parts, together)]
+        kept: list[object] = [self._gather_routes(room, parts)]
         waiting: list[tuple[int, Job]] = []  # neighbours that share a copy
         at, begin = 0, 0
         for rows, job in parts:
@@ -144,17 +140,14 @@ class Transfers:
                 kept.append(self._shared(room.rows.hidden, begin, waiting))
                 waiting = []
             if job is not None:
-                kept.append(self._brought(room, here, job, together))
+                kept.append(self._brought(room, here, job))
         if waiting:
             kept.append(self._shared(room.rows.hidden, begin, waiting))
-        self.engines.copy_together(together)
         return kept
 
-    def _gather_routes(
-        self, room: StepRoom, parts: Sequence[tuple[int, Job | None]], together: list[Copy]
-    ) -> StagedRoutes:
-        """Adds the copy of the step's routes to those made together. Memory for them is kept with the room,
-        which a graph has for all its steps: to get pinned memory for each takes longer than to fill it.
+    def _gather_routes(self, room: StepRoom, parts: Sequence[tuple[int, Job | None]]) -> StagedRoutes:
+        """Queues the copy of the step's routes. Memory for them is kept with the room, which a graph has for
+        all its steps: to get pinned memory for each takes longer than to fill it.
         """
         rows, top_k = room.rows.experts.shape
         if room.staged:
@@ -163,7 +156,7 @@ class Transfers:
             staged = StagedRoutes(self.engines.pinned(room.routes.shape, torch.uint8), rows, top_k)
         self._uses.append(lambda: room.staged.append(staged))
         staged.fill(parts)
-        together.append((room.routes.data_ptr(), staged.memory.data_ptr(), staged.memory.nbytes))
+        self._copy(staged.memory, (room.routes, 0), to_host=False)
         return staged
 
     @staticmethod
@@ -172,10 +165,8 @@ class Transfers:
         large = job.hidden.nbytes >= DIRECT_BYTES or jobs == 1 or job.hidden.is_meta
         return large and job.lent is not None and job.lent.rows
 
-    def _brought(self, room: StepRoom, here: slice, job: Job, together: list[Copy]) -> object:
-        """Queues the copy of one job's rows, from where they were uploaded to or from the caller's memory;
-        those that lie apart are added to what is copied together.
-        """
+    def _brought(self, room: StepRoom, here: slice, job: Job) -> object:
+        """Queues the copy of one job's rows, from where they were uploaded to or from the caller's memory."""
         into = room.rows.hidden
         if job.upload is not None:
             self.engines.follow(job.upload.event)
@@ -184,12 +175,19 @@ class Transfers:
             return job.upload
         if job.lent is not None and job.lent.memory.use():
             self._uses.append(job.lent.memory.done)
-            if job.hidden.is_meta:
-                together += _pieces(job.segments, (into, here.start))
-            else:
-                self._copy(job.hidden, (into, here.start), to_host=False)
+            self._bring(job.hidden, job.segments, (into, here.start))
             return job.hidden
         return self._shared(into, here.start, [(here.stop - here.start, job)])
+
+    def _bring(self, hidden: Tensor, segments: Sequence[Segment], where: tuple[Tensor, int]) -> None:
+        """Queues the copies of a job's rows, which lie apart in `segments` if there are any."""
+        if not hidden.is_meta:
+            self._copy(hidden, where, to_host=False)
+            return
+        whole, at = where
+        first, row = whole.data_ptr(), whole.shape[1] * whole.itemsize
+        copies = [(first + (at + one.at) * row, one.hidden.data_ptr(), one.hidden.nbytes) for one in segments]
+        self.engines.copy(copies)
 
     def _copy(self, part: Tensor, where: tuple[Tensor, int], *, to_host: bool) -> None:
         """Queues the copy of a caller's rows into a step's, at a row, or of an answer's to the caller's."""
@@ -296,15 +294,8 @@ class Transfers:
             (one.home.data_ptr(), first + (here.start + one.at) * row, one.home.nbytes)
             for one in job.segments
         ]
-        self.engines.copy_together(homes)
+        self.engines.copy(homes)
         return job.hidden
-
-
-def _pieces(segments: Sequence[Segment], where: tuple[Tensor, int]) -> list[Copy]:
-    """The copies of rows that lie apart to a tensor's rows, from one on."""
-    whole, at = where
-    first, row = whole.data_ptr(), whole.shape[1] * whole.itemsize
-    return [(first + (at + one.at) * row, one.hidden.data_ptr(), one.hidden.nbytes) for one in segments]
 
 
 def transfers_of(device: str, lane_bytes: int) -> Transfers | None:
