@@ -151,7 +151,7 @@ def test_a_run_is_launched_between_two_steps_and_told_of_when_it_ends(house: Hou
 
 
 def test_of_layers_with_other_weights_only_the_first_are_launched(house: House) -> None:
-    house.versions[1] = 2
+    house.versions[1], house.epoch.versions = 2, (1, 2)
     assert house.asked() == [("ran", (1,), 1)]
     assert house.device.launched[0][0].steps == ((3, 0),)
     assert house.asked(version=1) == [("ran", (1,), 1)]

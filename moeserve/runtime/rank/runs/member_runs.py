@@ -97,6 +97,7 @@ class MemberRuns:
         self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
         self._lock = threading.Lock()
         self._versions: tuple[int, ...] = ()
+        self._position = {layer: at for at, layer in enumerate(rank.served.layers)}
         self._attached = set[Mail]()
         self._flying = 0
         self._retired: list[Mail] = []  # to be freed when nothing runs
@@ -332,14 +333,15 @@ class MemberRuns:
         if waits := self._closed(run):
             of.lost(waits)
             return None
-        epoch, served = self._rank.epoch, self._rank.served
-        versions = {layer: epoch.version(at) for at, layer in enumerate(served.layers)}
-        first = versions[run.steps[0][0]]
+        epoch, position = self._rank.epoch, self._position
+        first = epoch.version(position[run.steps[0][0]])
         if version not in (0, first):
             of.other_weights(first)
             return None
-        alike = tuple(takewhile(lambda step: versions[step[0]] == first, run.steps))  # a reload is under way
-        return self._runs.launch(run._replace(steps=alike), (epoch.number, first)), first
+        if any(one != first for one in epoch.versions):  # a reload is under way
+            alike = takewhile(lambda step: epoch.version(position[step[0]]) == first, run.steps)
+            run = run._replace(steps=tuple(alike))
+        return self._runs.launch(run, (epoch.number, first)), first
 
     def _ended(self, flight: Flight, of: Pass, version: int) -> None:
         try:
