@@ -115,11 +115,14 @@ class Callers:
                 process.join()
 
 
+MOST_THREADS = 8  # of torch in a process of callers
+
+
 def copying_threads(callers: int) -> int:
-    """Threads of torch in a process of one caller of many rows, whose copies use them: three of four cores
-    over all such callers. More would spin for work on all cores, and hold up the ranks too.
+    """Threads of torch in a process of one caller of many rows, whose copies use them: half of the cores over
+    all such callers. More would spin for work on all cores, and hold up the ranks too.
     """
-    return max(1, 3 * usable_cores() // (4 * callers))
+    return max(1, min(MOST_THREADS, usable_cores() // (2 * callers)))
 
 
 COPYING_BYTES = 1 << 20  # of a call's rows, from which its copies are worth them
