@@ -133,11 +133,11 @@ class _GpuLane:
     """As much of a lane of a caller's GPU as a look asks for; `look` takes a while."""
 
     rings = unseen = silent = ahead = False
-    rung = under_way = 0
+    rung = 0
     active_at = -math.inf
 
-    def __init__(self, *, soon: bool) -> None:
-        self.soon, self.stirred_at = soon, time.monotonic()
+    def __init__(self, *, soon: bool, under_way: int = 0) -> None:
+        self.soon, self.under_way, self.stirred_at = soon, under_way, time.monotonic()
 
     def stirs(self, now: float) -> bool:
         return True
@@ -157,18 +157,23 @@ class _SlowLaunches:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("soon", [False, True])
-def test_a_launch_that_was_waited_for_makes_no_look_come_later(*, soon: bool) -> None:
-    """Of lanes of callers' GPUs, whose rows come a few microseconds after the answer that is on its way."""
+@pytest.mark.parametrize(
+    ("soon", "others", "least", "most"),
+    [(True, 0, 0.0, 0.01), (True, 1, 0.035, 0.15), (False, 0, 0.07, 0.3), (False, 1, 0.07, 0.3)],
+)
+def test_a_launch_that_was_waited_for_makes_no_look_come_later(
+    soon: bool, others: int, least: float, most: float
+) -> None:
+    """Of lanes of callers' GPUs, whose rows come a few microseconds after the answer that is on its way: at
+    once, or after as long as the look itself took where callers of the host want steps, too; and after twice
+    as long where no step is under way.
+    """
     looking = Looking(None)
     looking.mail = _SlowLaunches()  # type: ignore[assignment]
-    lanes = [_GpuLane(soon=soon), _GpuLane(soon=False)]
+    lanes = [_GpuLane(soon=soon), _GpuLane(soon=False, under_way=others)]
     pause, bell = looking.look(lanes, ())  # type: ignore[arg-type]
     assert bell is None
-    if soon:
-        assert pause < 0.01
-    else:
-        assert 0.07 < pause < 0.3, "nobody's step is under way: twice what the look itself took"
+    assert least <= pause < most
 
 
 def test_others_are_looked_at_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

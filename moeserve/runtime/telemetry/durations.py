@@ -60,17 +60,23 @@ class Durations(Collector):
         registry.register(self)
 
     def labels(self, **values: str) -> Duration:
-        """Those of these values of all labels. Raises KeyError where one is missing."""
-        named = tuple(values[label] for label in self._labels)
+        """Those of these values of all labels. Raises ValueError for another set of labels."""
+        if values.keys() != set(self._labels):
+            raise ValueError(f"{self._name} has the labels {self._labels}; found {tuple(values)}")
+        named = tuple(str(values[label]) for label in self._labels)
         with self._lock:
             child = self._children.get(named)
             if child is None:
                 child = self._children[named] = Duration(self._buckets)
         return child
 
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """The name: a registry finds it so for scrapes of some names, and refuses another of that name."""
+        yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """All of them, for a scrape."""
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        (family,) = self.describe()
         with self._lock:
             children = list(self._children.items())
         for named, child in children:

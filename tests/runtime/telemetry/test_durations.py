@@ -52,7 +52,18 @@ def test_none_is_lost_between_threads() -> None:
     assert registry.get_sample_value("moe_seconds_sum", {"phase": "wait"}) == 10000.0
 
 
-def test_a_label_must_be_given() -> None:
+@pytest.mark.parametrize("given", [{}, {"layer": "1"}, {"phase": "wait", "layer": "1"}])
+def test_all_labels_must_be_given_and_no_others(given: dict[str, str]) -> None:
     made = Durations("moe_seconds", "text", ("phase",), CollectorRegistry(), SECONDS)
-    with pytest.raises(KeyError, match="phase"):
-        made.labels(layer="1")
+    with pytest.raises(ValueError, match="phase"):
+        made.labels(**given)
+
+
+def test_a_registry_knows_its_name() -> None:
+    registry = CollectorRegistry()
+    made = Durations("moe_seconds", "text", ("phase",), registry, SECONDS)
+    made.labels(phase="wait").observe(1.0)
+    some = registry.restricted_registry(["moe_seconds_count"])  # as of a scrape of some names
+    assert [sample.value for family in some.collect() for sample in family.samples] == [1.0]
+    with pytest.raises(ValueError, match="moe_seconds"):
+        Durations("moe_seconds", "text", ("phase",), registry, SECONDS)

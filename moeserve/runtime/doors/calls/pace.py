@@ -108,7 +108,7 @@ class Slack:
             self.times, self._again = max(1.0, self.times / MORE), now + TRIED_SECONDS
             self._begin(now)
             return
-        if before < math.inf:
+        if 0.0 < before < math.inf:
             self.times = max(1.0, self.times * pace / before)  # the pace itself now allows so many more
         if self._used < SPARED and now >= self._again:
             self.times, self._before = self.times * MORE, pace

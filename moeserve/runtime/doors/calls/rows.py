@@ -133,7 +133,8 @@ class RowAdmission:
         try:
             with self._lock:
                 if len(calls) > 1 and self._all_fit(calls, now):
-                    return self._let_all_in(calls, now)
+                    self._let_all_in(calls, now, entered)
+                    return entered
                 for call in calls:
                     entered.append(self._entered(now, *call))
         except BaseException:
@@ -170,10 +171,14 @@ class RowAdmission:
             foretold = max(foretold, self._foretold(all_rows, now))
         return foretold <= HEADROOM * min(deadline - now, self.limits.seconds)
 
-    def _let_all_in(self, calls: Sequence[tuple[str, int, float]], now: float) -> list[Held | LaneFull]:
-        """Lets in calls of which `_all_fit` has said that none is refused. The lock is held."""
-        limits, entered = self.limits, list[Held | LaneFull]()
-        a_row, due = -1.0, now + limits.due
+    def _let_all_in(
+        self, calls: Sequence[tuple[str, int, float]], now: float, entered: list[Held | LaneFull]
+    ) -> None:
+        """Lets in calls of which `_all_fit` has said that none is refused; adds them to `entered`. The lock is
+        held.
+        """
+        limits, a_row = self.limits, -1.0
+        due = now + limits.due
         for peer, rows, deadline in calls:
             caller = self._callers.of(peer)
             seconds = HEADROOM * min(deadline - now, limits.seconds)
@@ -181,7 +186,6 @@ class RowAdmission:
                 a_row = self._a_row(now) if a_row < 0 else a_row
                 caller.room = seconds / a_row if a_row else math.inf
             entered.append(self._hold(caller, rows, rows + self._rows, due, (now, seconds)))
-        return entered
 
     def _entered(self, now: float, peer: str, rows: int, deadline: float) -> Held | LaneFull:
         """The lock is held."""

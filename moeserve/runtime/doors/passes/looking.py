@@ -25,9 +25,10 @@ its caller's attention.
 NOTE_SECONDS = 0.001
 """After which it is noted again who wants steps, where several lanes are attached and nobody new does."""
 
-LOOK_SHARE = 2.0
+LOOK_SHARE, HURRIED_SHARE = 2.0, 1.0
 """Between two looks at several lanes, of the time that the last one took, where no glance says whether there
-is anything to look at, and no caller's GPU has a step under way: it goes on from the answer at once.
+is anything to look at; and where a caller's GPU has a step under way, which goes on from the answer at once.
+Where nobody else wants steps the next look then comes as soon as it may.
 """
 
 ELSEWHERE_SECONDS = 0.005
@@ -127,8 +128,9 @@ class Looking:
         if not leaving and self._bells.looked(now):
             return self._bells.glance_in(pause_of(lanes, now, MOMENT)), None
         least = 0.0
-        if bell is None and not any(lane.soon for lane in self._leads):
-            least = LOOK_SHARE * took  # most looks at several find nothing, and steps want the interpreter
+        if bell is None:  # most looks at several find nothing, and steps want the interpreter
+            soon = any(lane.soon for lane in self._leads)
+            least = took * (LOOK_SHARE if not soon else HURRIED_SHARE if self._hosts else 0.0)
         pause = pause_of((*lanes, *leaving), now, least)
         rung = bell is not None and lanes[0].rings and not lanes[0].unseen
         return pause, bell if rung else None
