@@ -174,8 +174,9 @@ class RowAdmission:
     def _let_all_in(
         self, calls: Sequence[tuple[str, int, float]], now: float, entered: list[Held | LaneFull]
     ) -> None:
-        """Lets in calls of which `_all_fit` has said that none is refused; adds them to `entered`. The lock is
-        held.
+        """Lets in calls of which `_all_fit` has said that none is refused. The lock is held.
+
+        entered: what is let in is added there.
         """
         limits, a_row = self.limits, -1.0
         due = now + limits.due
