@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from attached_callers import Steady, answer_of, one_pass, run_caller
+from attached_callers import Steady, answer_of, name_of, one_pass, run_caller
 from houses import Alone, house_config
 from reported import until_reported
 from warm import WARM
@@ -363,7 +363,8 @@ def test_a_caller_that_is_killed_or_stopped_in_a_pass_hurts_nobody_else(
             wait_for(lambda: set(listed(house)) == {"survivor"})  # its memory went with it
             victim.gone()
             return
-        wait_for(lambda: not listed(house)["steady-0"].in_pass or listed(house)["steady-0"].ended == "late")
+        name = name_of(victim.pid)
+        wait_for(lambda: not listed(house)[name].in_pass or listed(house)[name].ended == "late")
         os.kill(victim.pid, signal.SIGCONT)
         before = victim.passes()
         victim.passes(more_than=before)  # it was told that it was late, and began again
