@@ -38,7 +38,7 @@ def one_pass(lane: AttachedLane, alone: Alone, *, stages: int, seed: int) -> Non
 
 
 def name_of(pid: int) -> str:
-    """The lane's name of the caller that is this process: one that has just been killed may still have its."""
+    """The name of the lane of a caller that is this process: one that was just killed may have its still."""
     return f"steady-{pid}"
 
 
