@@ -29,21 +29,6 @@ from moeserve.runtime.doors.passes.pauses import LONGEST_LOOK
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.step import Stamp
 
-SOON_SECONDS = 0.0005
-"""After which a step is tried again that the lane had no room for, where it does not say when."""
-
-INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 3, 5, 8
-"""Codes of gRPC's statuses."""
-
-WRONG = (
-    (INVALID_ARGUMENT, "bad_tensor"),
-    (INVALID_ARGUMENT, "bad_request"),
-    (INVALID_ARGUMENT, "too_many_rows"),
-    (NOT_FOUND, "not_served"),
-)
-"""How a step fails that its caller has got wrong. After another failure the caller may try again."""
-
-
 Begin = Callable[[moe_pb2.ForwardRequest, Callable[[moe_pb2.ForwardStreamReply], None]], Call | None]
 """Begins a step, whose reply the function gets, once, from any thread. None: it has ended already."""
 
@@ -334,10 +319,8 @@ class DeviceLane(HandedLane):
         stage = run.stages[at]
         if isinstance(outcome, Stamp):
             self._answered(run, at, outcome, now)
-        elif outcome.code == RESOURCE_EXHAUSTED:
-            stage.again, stage.refused = now + _again(outcome), min(stage.refused, now)
         else:
-            run.ends = _status(outcome), f"{outcome.reason}: {outcome.message}"
+            run.failed(stage, outcome, now)
         if run.done:
             run.ends = Status.OK, ""
 
@@ -390,15 +373,3 @@ def _outcome(reply: moe_pb2.ForwardStreamReply) -> Outcome:
 
 def _now() -> float:
     return time.monotonic()
-
-
-def _again(failed: moe_pb2.Error) -> float:
-    """After how many seconds a step may be tried again that the lane had no room for."""
-    return failed.pushback_ms / 1000 if failed.HasField("pushback_ms") else SOON_SECONDS
-
-
-def _status(failed: moe_pb2.Error) -> Status:
-    """How a pass ends of which a step failed so."""
-    if failed.reason == "wrong_version":
-        return Status.OTHER_WEIGHTS
-    return Status.REFUSED if (failed.code, failed.reason) in WRONG else Status.LOST

@@ -1,4 +1,6 @@
-"""`HostPass`: how far a pass is whose rows lie in host memory, and what of it is under way."""
+"""`HostPass`: how far a pass is whose rows lie in host memory, what of it is under way, and how a step that
+fails ends it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,23 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from moeserve.proto import moe_pb2
 from moeserve.proto.passes.mailbox import Status
 from moeserve.runtime.doors.passes.announced import Announcement, Between
+
+SOON_SECONDS = 0.0005
+"""After which a step is tried again that the lane had no room for, where it does not say when."""
+
+INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 3, 5, 8
+"""Codes of gRPC's statuses."""
+
+WRONG = (
+    (INVALID_ARGUMENT, "bad_tensor"),
+    (INVALID_ARGUMENT, "bad_request"),
+    (INVALID_ARGUMENT, "too_many_rows"),
+    (NOT_FOUND, "not_served"),
+)
+"""How a step fails that its caller has got wrong. After another failure the caller may try again."""
 
 
 class Call(Protocol):
@@ -72,3 +89,14 @@ class HostPass:
         """Whether the caller is; between the rounds of a standing pass it may rest."""
         resting = self.standing and stage.steps % len(self.layers) == 0
         return not resting and now - stage.since > patience
+
+    def failed(self, stage: Stage, how: moe_pb2.Error, now: float) -> None:
+        """A step has failed: it is tried again where the lane had no room, and else ends the pass."""
+        if how.code == RESOURCE_EXHAUSTED:
+            after = how.pushback_ms / 1000 if how.HasField("pushback_ms") else SOON_SECONDS
+            stage.again, stage.refused = now + after, min(stage.refused, now)
+            return
+        status = Status.REFUSED if (how.code, how.reason) in WRONG else Status.LOST
+        if how.reason == "wrong_version":
+            status = Status.OTHER_WEIGHTS
+        self.ends = status, f"{how.reason}: {how.message}"
