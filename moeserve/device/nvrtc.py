@@ -15,17 +15,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moeserve.device.arguments import MAP_BYTES, Argument, Arguments, TensorMap
+from moeserve.device.streams import raw_stream
 
 NEEDED_MODULE = "cuda.bindings"
 """What a row that launches through this file names among its modules."""
 
 Dim = int | tuple[int, int, int]
+
+MOST_CONFIGS = 64
+"""Of one kernel that are kept; those of a prefill have other grids for each number of rows."""
+
+
+class _How(NamedTuple):
+    """How a kernel is launched, but for its arguments."""
+
+    grid: Dim
+    block: Dim
+    shared: int
+    cluster: int
+    cooperative: bool
+    overlapped: bool
+    stream: int
 
 
 class CompileError(RuntimeError):
@@ -86,18 +102,29 @@ class Function:
         and what `Arguments.pack` raises for arguments that do not fit.
         """
         packed = self.arguments.pack(given)
-        driver = _driver()
         if shared > 48 << 10:
             self._allow(shared)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = _dim(grid)
-        config.blockDimX, config.blockDimY, config.blockDimZ = _dim(block)
-        config.sharedMemBytes = shared
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        attributes = _attributes(cluster, cooperative=cooperative, overlapped=overlapped)
-        config.attrs, config.numAttrs = attributes, len(attributes)
+        how = _How(grid, block, shared, cluster, cooperative, overlapped, raw_stream())
+        config = self._configs.get(how)
+        if config is None:
+            if len(self._configs) >= MOST_CONFIGS:
+                self._configs.clear()
+            config = self._configs[how] = _config(how)
         addresses = ctypes.c_void_p(ctypes.addressof(packed))
-        _check(driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(addresses), 0), self.name)
+        _check(_driver().cuLaunchKernelEx(config, self.handle, ctypes.addressof(addresses), 0), self.name)
+
+    def launch_holding(self, blocks: int, block: int, given: Mapping[str, Argument]) -> None:
+        """Does as `launch` on a grid of one dimension, and keeps the interpreter meanwhile: where other
+        threads want it, to get it back takes longer than the launch. Only for a stream to which little is
+        queued, since one that is full has its caller wait for the device.
+        """
+        packed = self.arguments.pack(given)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
+        status = _holding().cuLaunchKernel(
+            int(self.handle), blocks, 1, 1, block, 1, 1, 0, raw_stream(), parameters, None
+        )
+        if status:
+            raise LaunchError(f"{self.name}: cuLaunchKernel: CUDA error {status}")
 
     def resident_blocks(self, block: int, shared: int = 0) -> int:
         """How many blocks of `block` threads a multiprocessor holds at once."""
@@ -117,6 +144,11 @@ class Function:
     @cached_property
     def _allowed(self) -> list[int]:
         return [0]
+
+    @cached_property
+    def _configs(self) -> dict[_How, Any]:
+        """Of earlier launches, by all that is in them: to make one takes longer than to launch the kernel."""
+        return {}
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int = 128, *, dense: bool = False) -> TensorMap:
@@ -228,6 +260,15 @@ def _driver() -> Any:
 
 
 @cache
+def _holding() -> Any:
+    """The driver, for whose calls ctypes does not give the interpreter up. torch has loaded it."""
+    found = ctypes.PyDLL("libcuda.so.1")
+    address, count = ctypes.c_void_p, ctypes.c_uint
+    found.cuLaunchKernel.argtypes = (address, *[count] * 7, address, address, address)
+    return found
+
+
+@cache
 def _attributes(cluster: int, *, cooperative: bool, overlapped: bool) -> list[Any]:
     driver, attributes = _driver(), []
     if cluster > 1:
@@ -246,6 +287,17 @@ def _attributes(cluster: int, *, cooperative: bool, overlapped: bool) -> list[An
         early.value.programmaticStreamSerializationAllowed = 1
         attributes.append(early)
     return attributes
+
+
+def _config(how: _How) -> Any:
+    """The driver's own of how a kernel is launched; nothing changes it once it is made."""
+    config = _driver().CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = _dim(how.grid)
+    config.blockDimX, config.blockDimY, config.blockDimZ = _dim(how.block)
+    config.sharedMemBytes, config.hStream = how.shared, how.stream
+    attributes = _attributes(how.cluster, cooperative=how.cooperative, overlapped=how.overlapped)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 def _dim(dim: Dim) -> tuple[int, int, int]:

@@ -200,7 +200,7 @@ class Words:
         by an event that is recorded then they are there, and no engine has to be waited for.
         """
         given: dict[str, Argument] = {"from": state, "to": now, "host": host.data_ptr()}
-        self._copy.launch(1, WORDS, given | {"least": least, "again": int(again)})
+        self._copy.launch_holding(1, WORDS, given | {"least": least, "again": int(again)})
 
 
 class CallerKernels:

@@ -118,7 +118,7 @@ class Looking:
         if len(lanes) == 1:
             self.note_company(lanes, now)
         stirring = [lane for lane in lanes if lane.stirs(now)]
-        if stirring:
+        if stirring or (self._leads and now - self._noted > NOTE_SECONDS):
             self._look_at(stirring, lanes, now)
         for lane in leaving:
             self.looked(lane, now)

@@ -21,7 +21,8 @@ from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.runtime.doors.passes.announced import Between, Handed, HandedLane, LaneMemory, LaneTerms
-from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS, MailPass
+from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS, MailPass, told_end
+from moeserve.runtime.doors.passes.pauses import Glances
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.runs.member_runs import Mail, MemberRuns
@@ -48,6 +49,7 @@ class MailLane(HandedLane):
         self._pass: MailPass | None = None
         self._usual: tuple[tuple[int, ...], int] | None = None  # layers and stages of a whole forward pass
         self._padded = 0  # rows of the last run of one
+        self._glances = Glances(memory.layout)
         self._lock = threading.Lock()
 
     @property
@@ -87,9 +89,24 @@ class MailLane(HandedLane):
         self.detached = self.detached or why
         self._end(Status.DETACHED, why)
 
+    def stirs(self, now: float) -> bool:
+        """Whether there may be something to look at. To look takes the interpreter from who launches."""
+        run = self._pass
+        if self._glances.stirs(self._box, () if run is None else (self.turns.count, self.company()), now):
+            return True
+        if run is not None and run.may_rest(now) and run.flying:
+            self.stirred_at = now
+        return False
+
     def look(self, now: float) -> bool:
         """Does what the caller's words ask for; whether there was anything."""
         under_way = self._pass
+        found = self._looked(under_way, now)
+        if found or self._pass is not under_way:
+            self._glances.again = True
+        return found
+
+    def _looked(self, under_way: MailPass | None, now: float) -> bool:
         if under_way is None:
             return not self.detached and self._look_for_pass(now)
         if self._box[m.GIVEN_UP] == under_way.said.number:
@@ -105,8 +122,10 @@ class MailLane(HandedLane):
             demanded = under_way.demanded
             self._concluded()  # the caller may be late
         if run is None:
-            waits = held or under_way.said.number == self.for_calls
-            return waits and bool(self._there(under_way))
+            waits, there = held or under_way.said.number == self.for_calls, bool(self._there(under_way))
+            if there:  # other stages' rows may follow, or it has to wait
+                self._glances.again = True
+            return waits and there
         self._runs.begin(run, self, demanded)
         return True
 
@@ -199,7 +218,7 @@ class MailLane(HandedLane):
                 run.early = {stage: run.sent[stage] for _, stage in made.steps}
                 run.early_turn = self._begins(run, made, now)
                 return made
-            self._look_for_late(run, now)
+            run.look_for_late(now, self._terms.patience)
             return None
         few = alone and run.alike and len(there) < len(run.sent)
         if few and not foreseen and now - run.since < COMPANY_SECONDS:
@@ -306,16 +325,6 @@ class MailLane(HandedLane):
         tag = self._box[self.memory.layout.header(stage) + m.TAG]
         return bool(tag == tag_of(run.said.number, run.sent[stage]))
 
-    def _look_for_late(self, run: MailPass, now: float) -> None:
-        """Ends a pass whose caller is late; a standing one may rest between two forward passes."""
-        if run.flying or (run.said.standing and run.resting):
-            run.since = now
-        elif now - run.since > self._terms.patience:
-            key = f"passes.patience_seconds = {self._terms.patience:g}"
-            stage = min(range(len(run.sent)), key=run.sent.__getitem__)
-            text = f"late: stage {stage} brought no rows of layer {run.layer(stage)} within {key}"
-            run.ends = run.ends or (Status.LATE, text)
-
     # -- as a Pass of the runs ------------------------------------------------------------------------------
 
     def ran(self, told: Told, version: int) -> None:
@@ -323,6 +332,7 @@ class MailLane(HandedLane):
         with self._lock:
             run = self._pass
             assert run is not None
+            self._glances.again = True
             if run.turns[2 - run.flying] == run.early_turn:
                 run.early_turn, run.missed = 0, MISSED_STEPS if told.ended == MISFIT else 0
             run.since = run.waited = now = time.monotonic()  # before the count: a look may come in between
@@ -337,7 +347,7 @@ class MailLane(HandedLane):
             if told.ended == MISFIT or (not run.flying and told.steps[:stages] != tuple(run.sent)):
                 run.told = told.steps[:stages]
             if told.ended not in (0, MISFIT):
-                run.ends = run.ends or self._told_end(told)
+                run.ends = run.ends or told_end(told, self._terms.patience)
             elif run.done and not run.flying and run.told is None:
                 run.ends = run.ends or (Status.OK, "")
             self._concluded()
@@ -357,22 +367,11 @@ class MailLane(HandedLane):
         with self._lock:
             run = self._pass
             assert run is not None
+            self._glances.again = True
             run.flying -= 1
             run.ends = run.ends or (status, text)
             self._mail.lane.abort[0] = ABORT  # what was launched before has no use
             self._concluded()
-
-    def _told_end(self, told: Told) -> tuple[Status, str]:
-        """How a pass has ended that a kernel has ended."""
-        key = f"passes.patience_seconds = {self._terms.patience:g}"
-        match told.ended:
-            case Status.LATE:
-                return Status.LATE, f"late: rows of a step did not come within {key}"
-            case Status.REFUSED:
-                text = "a header's layer, kind or rows are not the next step's, or an id is out of range"
-                return Status.REFUSED, f"bad_step: {text}"
-            case _:
-                return Status.LOST, "lost: its waits were ended"
 
     def _end(self, status: Status, text: str) -> None:
         """Ends the pass that runs, if any; its kernels wait no more."""

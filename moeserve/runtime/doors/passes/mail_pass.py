@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moeserve.proto.passes.mailbox import Status
 from moeserve.runtime.doors.passes.announced import Announcement, Between
+from moeserve.runtime.rank.runs.runs import Told
 
 AHEAD_STEPS = 512
 """Of one run: to record it takes the thread of the steps a millisecond for each, and no other step runs."""
@@ -88,6 +89,21 @@ class MailPass:
         """Whether it is between two forward passes, or before the first."""
         return all(steps % len(self.said.layers) == 0 for steps in self.sent)
 
+    def may_rest(self, now: float) -> bool:
+        """Whether no rows are late: steps are under way, or a standing pass is between two forward passes."""
+        rests = self.flying > 0 or (self.said.standing and self.resting)
+        if rests:
+            self.since = now
+        return rests
+
+    def look_for_late(self, now: float, patience: float) -> None:
+        """Ends it where its caller is late."""
+        if not self.may_rest(now) and now - self.since > patience:
+            key = f"passes.patience_seconds = {patience:g}"
+            stage = min(range(len(self.sent)), key=self.sent.__getitem__)
+            text = f"late: stage {stage} brought no rows of layer {self.layer(stage)} within {key}"
+            self.ends = self.ends or (Status.LATE, text)
+
     @property
     def done(self) -> bool:
         return not self.said.standing and all(steps == len(self.said.layers) for steps in self.sent)
@@ -108,3 +124,18 @@ class MailPass:
         layers, at = self.said.layers, self.sent[0] % len(self.said.layers)
         last = at + max(1, AHEAD_STEPS // len(self.sent))
         return tuple((layer, stage) for layer in layers[at:last] for stage in range(len(self.sent)))
+
+
+def told_end(told: Told, patience: float) -> tuple[Status, str]:
+    """How a pass has ended that a kernel has ended; patience: seconds for rows."""
+    match told.ended:
+        case Status.LATE:
+            return (
+                Status.LATE,
+                f"late: rows of a step did not come within passes.patience_seconds = {patience:g}",
+            )
+        case Status.REFUSED:
+            text = "a header's layer, kind or rows are not the next step's, or an id is out of range"
+            return Status.REFUSED, f"bad_step: {text}"
+        case _:
+            return Status.LOST, "lost: its waits were ended"

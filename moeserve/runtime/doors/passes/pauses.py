@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.runtime.doors.passes.announced import AnnouncedLane, Bell
 
 SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
@@ -100,6 +102,29 @@ class Bells:
         if time.monotonic() >= self._until or lanes != self._lanes:
             return False
         return [lane.rung for lane in lanes] == self._rung
+
+
+class Glances:
+    """What the words of one caller were at the last look, and who else wanted steps: where all is as it was,
+    there is nothing to look at. Of one thread, but for `again`.
+    """
+
+    def __init__(self, layout: MailboxLayout) -> None:
+        self.again = True  # there may be something to look at, whatever the words are
+        heads = [layout.header(stage) + m.TAG for stage in range(layout.stages)]
+        self._words = (m.ANNOUNCED, m.GIVEN_UP, *heads)
+        self._seen: tuple[object, ...] = ()
+        self._until = -math.inf  # when it is looked at all the same
+
+    def stirs(self, box: memoryview, others: tuple[object, ...], now: float) -> bool:
+        """Whether there may be something to look at, which is done then. box: the mailbox's words of 64 bits.
+        others: what else a look depends on.
+        """
+        seen = (*others, *[box[at] for at in self._words])
+        if seen == self._seen and not self.again and now < self._until:
+            return False
+        self.again, self._seen, self._until = False, seen, now + LONGEST_LOOK
+        return True
 
 
 def pause_of(lanes: Sequence[AnnouncedLane], now: float, least: float) -> float:

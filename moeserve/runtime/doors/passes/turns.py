@@ -48,6 +48,11 @@ class Turns:
         self._count = 0
         self._recent = deque[int](maxlen=RECENT)  # lanes that have launched, by id: none is kept for it
 
+    @property
+    def count(self) -> int:
+        """Launches so far."""
+        return self._count
+
     def launched(self, lane: object) -> int:
         """Notes that `lane` has a run launched; its turn, from 1."""
         self._count += 1

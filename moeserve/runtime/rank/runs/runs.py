@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeserve.device.streams import CurrentStream
 from moeserve.dispatch.mail.kernels import MISFIT, Given, OwnerKernels, Words, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import RowRecord
@@ -31,6 +32,9 @@ from moeserve.runtime.step import LaneInput
 
 READY_COPIES = 6
 """Of a lane's state, pinned, made with the lane: to pin memory may wait for what waits on the device."""
+
+MOST_TOLD = 8
+"""Runs that were launched and not read, above which the device is asked whether the oldest has ended."""
 
 FEW_STEPS = 2
 """Of a run that is not recorded: it is launched kernel by kernel, and the steps behind these are left."""
@@ -98,6 +102,16 @@ class Flight:
     pinned: list[Tensor]  # the last one holds the state
     first: int = 0  # steps of all stages before it, where a pass begins
 
+    @property
+    def over(self) -> bool:
+        """Whether it was read."""
+        return not self.pinned
+
+    @property
+    def ended(self) -> bool:
+        """Whether the device is done with it."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def read(self) -> Told:
         """What has become of it. Flights of a lane are read in their order."""
         there, lane = self.pinned[-1].tolist(), self.lane
@@ -134,7 +148,8 @@ class PassRuns:
         self._graphs = RunGraphs() if graphs is None else graphs
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
         self._lanes = Counter[MailLayout]()
-        self._told = deque[tuple[torch.cuda.Event, Tensor]]()  # host memory that a kernel is yet to write
+        self._told = deque[Flight]()  # with host memory that a kernel is yet to write
+        self._stream = CurrentStream()
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
         with torch.cuda.device(self._device):
             load()
@@ -210,11 +225,12 @@ class PassRuns:
         self._words.begin(lane.state, self._now, pinned[-1], least=run.least, again=run.again)
         self._work(_key(run), number)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        while self._told and self._told[0][0].query():  # type: ignore[no-untyped-call]
-            self._told.popleft()
-        self._told.append((event, pinned[-1]))
-        return Flight(event, lane, bool(run.begins), pinned, sum(run.before))
+        event.record(self._stream.get())
+        told = self._told
+        while told and (told[0].over or (len(told) > MOST_TOLD and told[0].ended)):
+            told.popleft()
+        told.append(Flight(event, lane, bool(run.begins), pinned, sum(run.before)))
+        return told[-1]
 
     def forget(self, lane: OwnerLane) -> None:
         """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""

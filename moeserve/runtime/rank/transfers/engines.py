@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.device.streams import CurrentStream, raw_stream
 from moeserve.runtime.step import Moment
 
 Copy = tuple[int, int, int]
@@ -26,6 +27,7 @@ class Engines:
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._index = self._up.device_index
+        self._stream = CurrentStream(self._index)
         self._context = _current_context()
         self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
 
@@ -56,8 +58,8 @@ class Engines:
 
     @property
     def _current(self) -> torch.cuda.Stream:
-        """The current stream; without a number torch asks for the device, which takes as long as a launch."""
-        return torch.cuda.current_stream(self._index)
+        """The current stream."""
+        return self._stream.get()
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -78,7 +80,7 @@ class Engines:
         long as the driver's call. torch does not know of these copies: whoever asks for one keeps pinned
         memory until it has ended.
         """
-        queue, stream = _driver().cuMemcpyAsync, self._current.cuda_stream
+        queue, stream = _driver().cuMemcpyAsync, raw_stream(self._index)
         for into, source, nbytes in copies:
             if status := queue(into, source, nbytes, stream):
                 raise RuntimeError(f"{nbytes} bytes cannot be copied: cuMemcpyAsync: CUDA error {status}")
