@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from mail_callers import AHEAD, PATIENCE, Caller
 from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, YIELD
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status
-from moeserve.runtime.doors.passes import mail_lane, mail_pass
+from moeserve.runtime.doors.passes import mail_lane, mail_pass, pauses
 from moeserve.runtime.doors.passes.mail_lane import COMPANY_SECONDS
 from moeserve.runtime.doors.passes.mail_pass import MOST_FLYING
 from moeserve.runtime.doors.passes.turns import Company
@@ -463,3 +464,63 @@ def test_a_pass_like_the_one_before_waits_for_its_stages_in_one_run(caller: Call
     caller.bring(0, 0)
     caller.look(COMPANY_SECONDS * 2)
     assert caller.begun[-1][0].steps == ((3, 0),), "the last one's second stage did not come"
+
+
+def settled(caller: Caller) -> None:
+    """The lane has seen all that there is."""
+    for _ in range(8):
+        if not caller.lane.stirs(time.monotonic()):
+            return
+        caller.lane.look(time.monotonic())
+    raise AssertionError("it stirs and finds nothing")
+
+
+def test_a_lane_stirs_where_a_word_has_changed_and_where_others_come(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pauses, "LONGEST_LOOK", 60.0)
+    caller.standing([3, 5])
+    settled(caller)
+    caller.bring(0, 0)
+    assert caller.look()
+    settled(caller)
+    caller.lane.company = lambda: Company.CALLS
+    assert caller.lane.stirs(time.monotonic()), "it is alone no more"
+    settled(caller)
+    caller.lane.ran(Told(0, (2, 0), 2), 1)
+    assert caller.lane.stirs(time.monotonic()), "a run has ended"
+    settled(caller)
+    caller.bring(0, 2)
+    assert caller.look()
+    settled(caller)
+    caller.lane.lost("the group forms anew")
+    assert caller.lane.stirs(time.monotonic()) and caller.ended is not None
+    settled(caller)
+    assert caller.lane.stirs(time.monotonic() + 60.0), "it has been long"
+
+
+def test_a_pass_that_was_announced_before_the_last_one_has_ended_is_looked_at_next(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pauses, "LONGEST_LOOK", 60.0)
+    caller.standing([3, 5])
+    settled(caller)
+    caller.box[m.GIVEN_UP] = caller.number
+    caller.announce_unseen([5, 3], flags=m.STANDING)
+    settled(caller)
+    assert caller.lane.number == caller.number
+
+
+def test_a_stage_is_waited_for_since_the_first_has_come_however_long_there_was_nothing(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pauses, "LONGEST_LOOK", 60.0)
+    monkeypatch.setattr(mail_lane, "COMPANY_SECONDS", 0.2)
+    caller.standing([3, 5], stages=2)
+    settled(caller)
+    time.sleep(0.3)
+    assert not caller.lane.stirs(time.monotonic())
+    caller.bring(0, 0)
+    assert not caller.look(), "the other stage's rows may follow"
+    caller.bring(1, 0)
+    assert caller.look() and len(caller.begun[0][0].steps) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +78,14 @@ class Caller(LaneWords):
         self.detached.append(mail)
 
     # -- as a caller
+
+    def look(self, later: float = 0.0) -> bool:
+        """Looks. Where there is something to do, the lane stirs, unless a while has to pass for it."""
+        now = time.monotonic() + later
+        stirs = self.lane.stirs(now)
+        found = self.lane.look(now)
+        assert stirs or not found, "a look would not have come"
+        return found
 
     def standing(self, layers: list[int], stages: int = 1, version: int = 0, flags: int = 0) -> None:
         self.announce(layers, stages, m.STANDING | flags, version)

@@ -101,12 +101,6 @@ class MailLane(HandedLane):
     def look(self, now: float) -> bool:
         """Does what the caller's words ask for; whether there was anything."""
         under_way = self._pass
-        found = self._looked(under_way, now)
-        if found or self._pass is not under_way:
-            self._glances.again = True
-        return found
-
-    def _looked(self, under_way: MailPass | None, now: float) -> bool:
         if under_way is None:
             return not self.detached and self._look_for_pass(now)
         if self._box[m.GIVEN_UP] == under_way.said.number:
@@ -367,7 +361,6 @@ class MailLane(HandedLane):
         with self._lock:
             run = self._pass
             assert run is not None
-            self._glances.again = True
             run.flying -= 1
             run.ends = run.ends or (status, text)
             self._mail.lane.abort[0] = ABORT  # what was launched before has no use
