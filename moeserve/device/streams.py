@@ -11,8 +11,7 @@ import torch
 
 def raw_stream(device: int | None = None) -> int:
     """The driver's handle of the calling thread's current stream. device: an index; None: the current one."""
-    index = torch._C._cuda_getDevice() if device is None else device
-    return int(torch._C._cuda_getCurrentRawStream(index))
+    return int(torch._C._cuda_getCurrentRawStream(_index(device)))
 
 
 class CurrentStream:
@@ -23,11 +22,16 @@ class CurrentStream:
     def __init__(self, device: int | None = None) -> None:
         """device: its index; None: the current one."""
         self._device = device
-        self._found: tuple[int, torch.cuda.Stream] | None = None
+        self._found: tuple[tuple[int, int], torch.cuda.Stream] | None = None
 
     def get(self) -> torch.cuda.Stream:
         """The stream."""
-        raw, found = raw_stream(self._device), self._found
-        if found is None or found[0] != raw:
-            found = self._found = raw, torch.cuda.current_stream(self._device)
+        index = _index(self._device)
+        which, found = (index, raw_stream(index)), self._found
+        if found is None or found[0] != which:
+            found = self._found = which, torch.cuda.current_stream(index)
         return found[1]
+
+
+def _index(device: int | None) -> int:
+    return torch._C._cuda_getDevice() if device is None else device
