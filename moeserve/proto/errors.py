@@ -16,6 +16,9 @@ from moeserve.proto import moe_pb2
 REASON_KEY = "moeserve-reason"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
+CANCELLED_HERE = ("Locally cancelled", "Channel closed")
+"""How gRPC begins to say of a call that its caller has cancelled it, or closed its channel."""
+
 
 class MoeError(Exception):
     """A call that the service, or the way to it, refused.
@@ -77,10 +80,14 @@ def error(code: str, reason: str, message: str, *, retry_after: float | None = N
 
 
 def from_rpc(failed: Any) -> MoeError:
-    """The exception of a failed RPC (`grpc.RpcError` or `grpc.aio.AioRpcError`)."""
+    """The exception of a failed RPC (`grpc.RpcError` or `grpc.aio.AioRpcError`). CANCELLED is one that was
+    cancelled here, or whose server says why; a server that stops cancels what has come and not begun.
+    """
     trailing = dict(_pairs(failed.trailing_metadata()))
     reason, pushback = trailing.get(REASON_KEY, ""), trailing.get(PUSHBACK_KEY)
     text = failed.details() or "no message came with the status"
+    if failed.code() is grpc.StatusCode.CANCELLED and not reason and not text.startswith(CANCELLED_HERE):
+        return Unavailable("UNAVAILABLE", "", f"the server gave the call up, as one that stops does: {text}")
     if failed.code() is grpc.StatusCode.UNIMPLEMENTED:
         text += "; is this a moeserve service, and of no older release than this client?"
     return error(failed.code().name, str(reason), text, retry_after=_seconds(pushback))

@@ -7,7 +7,7 @@ from concurrent import futures
 import grpc
 import pytest
 import torch
-from proto_fake import FakeLane, rows
+from proto_fake import GIVEN_UP, FakeLane, rows
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient, Patience
@@ -146,6 +146,19 @@ def test_a_lane_that_restarts_at_the_same_address_is_used_again(client_of, servi
         started = time.monotonic()
         assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
         assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_a_call_that_its_server_gives_up_without_a_word_is_made_again(client_of, service, near):
+    hidden, experts, weights = small(near)
+    service.lanes[0].scripts = [GIVEN_UP]
+    with client_of(service.address, lane=0) as client:
+        assert torch.equal(client.forward(3, hidden, experts, weights, timeout=20), hidden * 2)
+        assert sorted(request.attempt for request in service.asked) == [0, 1]
+        once = Patience(timeout=20, attempts=1)
+        service.lanes[0].scripts = [GIVEN_UP]
+        with pytest.raises(Unavailable, match="the server gave the call up, as one that stops does"):
+            client.forward(3, hidden, experts, weights, timeout=once)
 
 
 def test_time_that_runs_out_while_trying_again_tells_what_kept_failing(client_of, far):

@@ -32,6 +32,9 @@ HELD_SECONDS = 60.0
 
 Failure = tuple[grpc.StatusCode, dict[str, str]]
 
+GIVEN_UP: Failure = (grpc.StatusCode.CANCELLED, {})
+"""A script: the call is cancelled without a word, as a server that stops does with what has come."""
+
 
 class FakeLane(moe_pb2_grpc.LaneServiceServicer):
     def __init__(self, rank: int, port: int = 0) -> None:
@@ -75,6 +78,9 @@ class FakeLane(moe_pb2_grpc.LaneServiceServicer):
     def Forward(self, request, context):
         self.methods.append("Forward")
         made = self.answer(request)
+        if made is GIVEN_UP:
+            context.cancel()
+            return moe_pb2.ForwardReply()
         if isinstance(made, tuple):
             context.set_trailing_metadata(tuple(made[1].items()))
             context.abort(made[0], f"lane {self.rank} says no")
@@ -85,6 +91,9 @@ class FakeLane(moe_pb2_grpc.LaneServiceServicer):
         for request in request_iterator:
             self.methods.append("ForwardStream")
             made = self.answer(request)
+            if made is GIVEN_UP:
+                context.cancel()
+                return
             if isinstance(made, tuple):
                 error = moe_pb2.Error(code=CODE_OF_NAME[made[0].name], reason=made[1].get(REASON_KEY, ""))
                 error.message = f"lane {self.rank} says no"
