@@ -17,7 +17,7 @@ REASON_KEY = "moeserve-reason"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 CANCELLED_HERE = ("Locally cancelled", "Channel closed")
-"""How gRPC begins to say of a call that its caller has cancelled it, or closed its channel."""
+"""What gRPC says of a call that its caller has cancelled, or whose channel its caller has closed."""
 
 
 class MoeError(Exception):
@@ -86,7 +86,8 @@ def from_rpc(failed: Any) -> MoeError:
     trailing = dict(_pairs(failed.trailing_metadata()))
     reason, pushback = trailing.get(REASON_KEY, ""), trailing.get(PUSHBACK_KEY)
     text = failed.details() or "no message came with the status"
-    if failed.code() is grpc.StatusCode.CANCELLED and not reason and not text.startswith(CANCELLED_HERE):
+    here = any(word in text for word in CANCELLED_HERE)
+    if failed.code() is grpc.StatusCode.CANCELLED and not reason and not here:
         return Unavailable("UNAVAILABLE", "", f"the server gave the call up, as one that stops does: {text}")
     if failed.code() is grpc.StatusCode.UNIMPLEMENTED:
         text += "; is this a moeserve service, and of no older release than this client?"
