@@ -466,6 +466,13 @@ def test_a_pass_like_the_one_before_waits_for_its_stages_in_one_run(caller: Call
     assert caller.begun[-1][0].steps == ((3, 0),), "the last one's second stage did not come"
 
 
+@pytest.fixture
+def seldom_looked_at(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> Caller:
+    """A caller whose lane is looked at for a minute only where it stirs."""
+    monkeypatch.setattr(pauses, "LONGEST_LOOK", 60.0)
+    return caller
+
+
 def settled(caller: Caller) -> None:
     """The lane has seen all that there is."""
     for _ in range(8):
@@ -476,9 +483,9 @@ def settled(caller: Caller) -> None:
 
 
 def test_a_lane_stirs_where_a_word_has_changed_and_where_others_come(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
+    seldom_looked_at: Caller,
 ) -> None:
-    monkeypatch.setattr(pauses, "LONGEST_LOOK", 60.0)
+    caller = seldom_looked_at
     caller.standing([3, 5])
     settled(caller)
     caller.bring(0, 0)
@@ -500,9 +507,9 @@ def test_a_lane_stirs_where_a_word_has_changed_and_where_others_come(
 
 
 def test_a_pass_that_was_announced_before_the_last_one_has_ended_is_looked_at_next(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
+    seldom_looked_at: Caller,
 ) -> None:
-    monkeypatch.setattr(pauses, "LONGEST_LOOK", 60.0)
+    caller = seldom_looked_at
     caller.standing([3, 5])
     settled(caller)
     caller.box[m.GIVEN_UP] = caller.number
@@ -512,9 +519,9 @@ def test_a_pass_that_was_announced_before_the_last_one_has_ended_is_looked_at_ne
 
 
 def test_a_stage_is_waited_for_since_the_first_has_come_however_long_there_was_nothing(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
+    seldom_looked_at: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pauses, "LONGEST_LOOK", 60.0)
+    caller = seldom_looked_at
     monkeypatch.setattr(mail_lane, "COMPANY_SECONDS", 5.0)
     caller.standing([3, 5], stages=2)
     settled(caller)

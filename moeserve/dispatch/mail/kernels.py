@@ -192,15 +192,26 @@ class Words:
     def __init__(self) -> None:
         self._copy = program().function("mail_words", COPY)
 
-    def begin(self, state: Tensor, now: Tensor, host: Tensor, *, least: int = 0, again: bool = False) -> None:
+    def begin(
+        self,
+        state: Tensor,
+        now: Tensor,
+        host: Tensor,
+        *,
+        least: int = 0,
+        again: bool = False,
+        holding: bool = False,
+    ) -> None:
         """A run of the lane that has this state: `now` is what its kernels read. host: int64 `[WORDS]`,
-        pinned. least: rows that its first step must have; 0: any. again: steps before it were left.
+        pinned. least: rows that its first step must have; 0: any. again: steps before it were left. holding:
+        the interpreter is kept meanwhile, as little is queued to the stream.
 
         Behind the `post` that is its last one, the state and `host` have the words as the run has left them:
         by an event that is recorded then they are there, and no engine has to be waited for.
         """
         given: dict[str, Argument] = {"from": state, "to": now, "host": host.data_ptr()}
-        self._copy.launch_holding(1, WORDS, given | {"least": least, "again": int(again)})
+        launch = self._copy.launch_holding if holding else self._copy.launch
+        launch(1, WORDS, given | {"least": least, "again": int(again)})
 
 
 class CallerKernels:

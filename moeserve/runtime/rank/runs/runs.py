@@ -222,7 +222,8 @@ class PassRuns:
             lane.state[Word.EPOCH].fill_(stamp[0])
             lane.state[Word.VERSION].fill_(stamp[1])
             self._stamps[lane] = stamp
-        self._words.begin(lane.state, self._now, pinned[-1], least=run.least, again=run.again)
+        how = {"again": run.again, "holding": not number}  # in a group a run may be launched kernel by kernel
+        self._words.begin(lane.state, self._now, pinned[-1], least=run.least, **how)
         self._work(_key(run), number)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream.get())
