@@ -22,7 +22,8 @@ from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import Registrar
 from moeserve.runtime.rank.runs.host_memory import HostMemory
-from moeserve.runtime.rank.runs.member_runs import CannotRun, Mail
+from moeserve.runtime.rank.runs.mail import Mail
+from moeserve.runtime.rank.runs.member_runs import CannotRun
 
 MODEL = LaneModel("tiny", 8, 4, 2, (3, 5))
 

@@ -126,6 +126,25 @@ def test_between_two_looks_it_waits_as_the_other_thread_does(
     assert seen.by[-1] == -1, "a step has ended"
 
 
+def test_what_a_look_begins_may_be_launched_at_once_by_the_thread_that_launches(
+    lanes: DeviceLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ELSEWHERE_SECONDS", 2.0)
+    said = list[tuple[int, bool]]()
+
+    class Mail:
+        def looks(self, *, launches: bool) -> None:
+            said.append((threading.get_ident(), launches))
+
+        def await_launches(self, seconds: float) -> None:
+            pass
+
+    lanes.looking.mail = Mail()  # type: ignore[assignment]
+    wait_for(lambda: bool(said))
+    look_for(lanes, 0.05)
+    assert set(said) == {(threading.get_ident(), True), (lanes._thread.ident, False)}
+
+
 def test_a_lane_that_leaves_is_let_go_of_by_its_own_thread_meanwhile(
     lanes: DeviceLanes, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

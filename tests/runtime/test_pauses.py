@@ -153,6 +153,9 @@ class _GpuLane:
 class _SlowLaunches:
     """Makes no lane; a launch takes long."""
 
+    def looks(self, *, launches: bool) -> None:
+        assert not launches, "another thread launches"
+
     def await_launches(self, seconds: float) -> None:
         time.sleep(0.2)
 

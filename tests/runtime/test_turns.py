@@ -15,7 +15,7 @@ from mail_callers import AHEAD, PATIENCE, WORDS_ALONE, Caller
 from moeserve.dispatch.mail.kernels import ABORT, MISFIT, YIELD
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import tag_of
-from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS
+from moeserve.runtime.doors.passes.mail_pass import EARLY_TURNS, MISSED_STEPS
 from moeserve.runtime.doors.passes.turns import RECENT, Company, Turns
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.runs.runs import Run, Told
@@ -31,12 +31,14 @@ def regions() -> Iterator[Regions]:
     made.close()
 
 
-def together(regions: Regions, many: int) -> list[Caller]:
+def together(
+    regions: Regions, many: int, flags: int = m.ANY_WEIGHTS, layers: Sequence[int] = LAYERS
+) -> list[Caller]:
     """Callers of one rank, none of which is alone."""
     turns, callers = Turns(), [Caller(regions) for _ in range(many)]
     for caller in callers:
         caller.lane.turns, caller.lane.company = turns, lambda: Company.LANES
-        caller.standing(LAYERS, flags=m.ANY_WEIGHTS)
+        caller.standing(list(layers), flags=flags)
     return callers
 
 
@@ -62,17 +64,46 @@ def test_the_next_step_lies_behind_the_others_before_its_rows_are_there(regions:
     assert one.look()
     run, _ = one.begun[1]
     assert (run.steps, run.rows, run.least, run.begins) == (((5, 0),), 8, 5, 0)
-    assert two.look() and not one.look() and not two.look()
+    assert two.look() and one.look() and two.look() and not one.look() and not two.look()
+    assert [len(caller.begun) for caller in (one, two)] == [1 + EARLY_TURNS] * 2
     Turns.leave([one.lane, two.lane])
     assert not one.aborted and not two.aborted, "the first steps run, and nobody's rows have to wait"
     answered(one, 1)
     one.bring(0, 1, count=5)
-    assert one.look(), "two's second lies behind its own"
+    assert one.look(), "two's third lies behind its own"
     Turns.leave([one.lane, two.lane])
     assert two.mail.lane.abort[0] == 0, "the first of two's runs"
     answered(two, 1)
     answered(one, 2)
-    assert [run.steps[0][0] for run, _ in one.begun] == LAYERS[:3]
+    assert [run.steps[0][0] for run, _ in one.begun] == LAYERS and not one.look(), "it may rest then"
+
+
+def test_what_was_launched_in_several_turns_is_left_together(regions: Regions) -> None:
+    one, two = both_begun(regions)
+    assert one.look() and two.look() and one.look() and two.look()
+    answered(one, 1)
+    answered(two, 1)
+    two.bring(0, 1)
+    two.look()
+    Turns.leave([one.lane, two.lane])
+    assert one.mail.lane.abort[0] == YIELD and not two.aborted
+    one.lane.ran(Told(MISFIT, (1, 0)), 1)
+    one.bring(0, 1)
+    assert not one.look() and one.aborted, "its other step is under way, and computes nothing"
+    answered(two, 2)
+    one.lane.ran(Told(MISFIT, (1, 0)), 1)
+    assert one.look() and not one.aborted
+    run, _ = one.begun[-1]
+    assert (run.steps, run.again, run.least) == (((5, 0),), True, 0)
+
+
+def test_a_pass_whose_weights_nobody_knows_has_one_run(regions: Regions) -> None:
+    one, two = together(regions, 2, flags=0)
+    one.bring(0, 0)
+    two.bring(0, 0)
+    assert one.look() and two.look() and not one.look() and not two.look()
+    answered(one, 1)
+    assert one.look()
 
 
 def test_who_does_not_come_in_its_turn_is_left_when_others_have(regions: Regions) -> None:
@@ -236,6 +267,7 @@ class Device:
         self.answers = {id(side): 0 for side in sides}
         self.ended: set[int] = set()  # lanes whose last run was left
         self.seen = {id(side): 0 for side in sides}
+        self.away = range(0)  # ticks in which the host does nothing
 
     def tick(self, now: int) -> None:
         for side in self.sides:
@@ -244,6 +276,8 @@ class Device:
         while self.told and self.told[0][0] <= now:
             _, side, told = self.told.popleft()
             side.caller.lane.ran(told, 1)
+        if now in self.away:
+            return
         for side in self.sides:
             side.caller.look(now * 1e-6)
             for run, _ in side.caller.begun[self.seen[id(side)] :]:
@@ -304,6 +338,18 @@ def test_all_steps_are_answered_and_nobody_is_overtaken_twice(
     if attention == (0,):
         small = [waited for at, waited in enumerate(sides[0].waits) if at > 8 and at % len(LAYERS) > 1]
         assert max(small) <= sum(sizes) + many * HOME, "no host is between two steps"
+
+
+def test_a_host_may_be_away_for_more_than_two_rounds(regions: Regions) -> None:
+    callers = together(regions, 2, layers=LAYERS * 10)
+    sides = [Timed(caller, ticks, (0,)) for caller, ticks in zip(callers, (10, 40), strict=True)]
+    device, now = Device(sides), 0
+    device.away = range(500, 640)
+    while any(len(side.waits) < 40 for side in sides):
+        device.tick(now)
+        now += 1
+        assert now < 40_000
+    assert max(sides[0].waits[8:]) <= 50 + 2 * HOME, "steps of three rounds lay on the device"
 
 
 def test_callers_of_any_pace_are_answered(regions: Regions) -> None:

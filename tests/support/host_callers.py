@@ -20,7 +20,7 @@ from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.host_lane import HostLane
 from moeserve.runtime.doors.passes.mail_lane import MailLane
 from moeserve.runtime.doors.passes.turns import Company
-from moeserve.runtime.rank.runs.member_runs import Mail
+from moeserve.runtime.rank.runs.mail import Mail
 from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
 
 LAYOUT = HostMailLayout(40, 2, 8, 4, 2, torch.bfloat16)

@@ -16,7 +16,7 @@ from moeserve.proto.passes.mailbox import MailboxLayout, tag_of
 from moeserve.runtime.doors.passes.announced import LaneTerms
 from moeserve.runtime.doors.passes.mail_lane import MailLane
 from moeserve.runtime.doors.payloads import Regions
-from moeserve.runtime.rank.runs.member_runs import Mail
+from moeserve.runtime.rank.runs.mail import Mail
 from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
 
 WORDS_ALONE = MailboxLayout.of((1, 2), (8, 4, 2), "bf16")

@@ -29,7 +29,7 @@ class Following(Process):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given, "nvlink_ll")
-        self.runs = GroupRuns(self.rank, self.member.after_steps)
+        self.runs = GroupRuns(self.rank, self.member.steps.after)
         self.member.take_runs(self.runs)
         self.member.on_serving = lambda generation, epoch: self.runs.serving(generation)
         self.member.on_end = self.runs.end
@@ -88,9 +88,9 @@ def ordered(rank: int, world: int, path: Path) -> tuple[int, int]:
     one = Following(members.seats[rank], members, path, address)
     if head is None:
         one.run()
-        return one.member._steps.steps, 0
+        return one.member.steps.steps, 0
     _led(head, one, Alone(path))
-    return one.member._steps.steps, head.progress().steps
+    return one.member.steps.steps, head.progress().steps
 
 
 def _led(head: Coordinator, one: Following, alone: Alone) -> None:

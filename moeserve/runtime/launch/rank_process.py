@@ -301,17 +301,18 @@ class _RankProcess:
     def _runs_of(self, rank: Rank, machine: Machine, graph_steps: int) -> tuple[MemberRuns | None, str]:
         """What launches steps of callers' GPUs; without it, why there is nothing that does."""
         member = self.member
-        group = self._group_runs = GroupRuns(rank, member.after_steps, RunGraphs(graph_steps))
+        group = self._group_runs = GroupRuns(rank, member.steps.after, RunGraphs(graph_steps))
         member.take_runs(group)
         member.on_leave = group.graphs.drop
         if why := why_not(machine):
             return None, why
         try:
-            runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined, group)
+            runs = MemberRuns(rank, member.between_steps, member.steps.after, lambda: member.joined, group)
         except (CompileError, LaunchError) as error:  # the rank serves all other callers
             log.warning("rank %d takes no rows of callers' GPUs: %s", rank.index, error)
             return None, f"the kernels that wait for rows cannot be loaded at this rank: {error}"
-        member.on_end, member.on_leave, runs.observe = runs.interrupt, runs.drop, member.ran
+        member.on_end, member.on_leave, runs.observe = runs.interrupt, runs.drop, member.steps.ran
+        runs.attend, runs.room = member.steps.attend, lambda: member.steps.room
         runs.closed = lambda: member.closed_layers
         rank.runs_held = lambda: runs.held
         return runs, ""

@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 MOST_UNFINISHED = 3
 """Steps that were launched and whose answers have not left; the coordinator has two under way at a time."""
 
+MOST_RUNS = 8
+"""Runs and steps that were launched, of which another run waits: its answers lie in its caller's memory."""
+
 FINISH_SECONDS = 120.0
 """Within which a launched step has to end. Dispatchers and process groups end their own waits long before."""
 
@@ -24,7 +27,7 @@ FINISH_SECONDS = 120.0
 class InOrder:
     """One thread that finishes what was launched, in the order in which it was launched.
 
-    At most `MOST_UNFINISHED` steps wait here, so that the memory of their answers is bounded.
+    At most so many steps wait here as `put` says, so that the memory of their answers is bounded.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,14 +48,14 @@ class InOrder:
         """Whether nothing is left to finish."""
         return self._unfinished == 0
 
-    def put(self, act: Callable[[], None]) -> None:
-        """Has `act` called after all that was put before. Waits while too much is unfinished; after `close`,
+    def put(self, act: Callable[[], None], most: int = MOST_UNFINISHED) -> None:
+        """Has `act` called after all that was put before. Waits while so much is unfinished; after `close`,
         until all is finished, and calls it then.
 
         Raises TimeoutError when that takes too long.
         """
         with self._changed:
-            self._wait_for(lambda: self._unfinished < (1 if self._closed else MOST_UNFINISHED))
+            self._wait_for(lambda: self._unfinished < (1 if self._closed else most))
             if not self._closed:
                 self._add(act)
                 return

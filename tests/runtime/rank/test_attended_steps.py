@@ -15,7 +15,7 @@ from running_steps import GENERATION, FakeRank, H, K, Running
 from slow_engines import SECONDS
 
 from moeserve.runtime.control.messages import header_message
-from moeserve.runtime.rank.answers import MOST_UNFINISHED
+from moeserve.runtime.rank.answers import MOST_RUNS, MOST_UNFINISHED
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.together import Part, Together
 from moeserve.runtime.rank.member import steps as steps_module
@@ -195,6 +195,18 @@ def test_a_rank_that_computes_on_a_cpu_has_lanes_looked_at_meanwhile() -> None:
         attending.steps.close()
 
 
+@pytest.mark.parametrize("attends", [False, True])
+def test_steps_of_callers_gpus_have_lanes_looked_at_for_a_while(
+    attending: Attending, attends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "ATTENDED_SECONDS", 0.1)
+    attending.steps.attends = attends
+    attending.steps.attend()
+    assert attending.steps.attended is attends
+    time.sleep(0.12)
+    assert not attending.steps.attended
+
+
 class Wire:
     """What a member's stream is: entries come, and what it says is kept."""
 
@@ -251,7 +263,11 @@ def test_a_thread_that_has_to_wait_for_a_step_says_so_before(attending: Attendin
     attending.steps.away = lambda: away.append(len(attending.rank.launched))
     for number in range(1, MOST_UNFINISHED + 1):
         attending.job(number)
-    assert not away
+    acts = MOST_RUNS - MOST_UNFINISHED if what == "an act" else 0  # what they leave lies with their callers
+    for _ in range(acts):
+        assert attending.steps.room
+        attending.steps.after(lambda: None)
+    assert not away and attending.steps.room is (what == "a step")
     there = list(attending.engines.moments)
     threading.Timer(0.05, lambda: [moment.passed.set() for moment in there]).start()
     if what == "a step":

@@ -16,7 +16,8 @@ from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.runs import member_runs
 from moeserve.runtime.rank.runs.group_runs import GroupRuns
-from moeserve.runtime.rank.runs.member_runs import CannotRun, Mail, MemberRuns, why_not
+from moeserve.runtime.rank.runs.mail import Mail
+from moeserve.runtime.rank.runs.member_runs import CannotRun, MemberRuns, why_not
 from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
 
 LAYOUT = MailLayout(8, 1, 64, 8, 2, torch.bfloat16)
@@ -35,6 +36,7 @@ class Device:
         self.ends: Exception | None = None
         self.fails: Exception | None = None
         self.dropped = 0
+        self.known = True
         self.forgotten: list[OwnerLane] = []
 
     def launch(self, run: Run, stamp: tuple[int, int]) -> Any:
@@ -48,6 +50,9 @@ class Device:
 
         told = Told(0, (len(run.steps),), len(run.steps))
         return SimpleNamespace(event=SimpleNamespace(synchronize=synchronize), read=lambda: told)
+
+    def recorded(self, run: Run) -> bool:
+        return self.known
 
     def drop(self) -> None:
         self.dropped += 1
@@ -174,6 +179,38 @@ def test_what_cannot_be_launched_is_told_by_name(house: House) -> None:
     assert "it cannot be launched: ValueError: layer 3 reads" in str(house.asked())
     house.device.fails = None
     assert house.asked() == [("ran", (2,), 1)]
+
+
+def test_what_the_thread_that_launches_begins_is_launched_at_once(house: House) -> None:
+    house.runs.looked_here, house.runs.room = True, lambda: True
+    house.runs.begin(RUN, house.caller, 0)
+    assert len(house.device.launched) == 1 and not house.between
+    house.end()
+    assert house.caller.heard == [("ran", (2,), 1)]
+
+
+@pytest.mark.parametrize("why", ["another looks", "no room", "not recorded", "one waits before it"])
+def test_what_might_keep_a_look_for_long_is_launched_after_it(house: House, why: str) -> None:
+    house.runs.begin(RUN, house.caller, 0) if why == "one waits before it" else None
+    before = len(house.between)
+    house.runs.looked_here, house.runs.room = why != "another looks", lambda: why != "no room"
+    house.device.known = why != "not recorded"
+    house.runs.begin(RUN, house.caller, 0)
+    assert not house.device.launched and len(house.between) == before + 1
+    house.step()
+    house.end()
+    assert house.caller.heard == [("ran", (2,), 1)] * (before + 1)
+    assert house.runs._begun == 0
+
+
+def test_while_steps_come_in_turns_the_thread_that_launches_looks_after_lanes(house: House) -> None:
+    attended = list[int]()
+    house.runs.attend = lambda: attended.append(1)
+    step = RUN._replace(steps=((3, 0),))
+    for run in (RUN, step, step._replace(least=5)):
+        house.runs.begin(run, house.caller, 0)
+        house.step()
+    assert attended == [1], "the last one's rows were not there"
 
 
 def test_who_looks_for_rows_waits_until_what_was_begun_is_launched(house: House) -> None:

@@ -110,6 +110,8 @@ class Looking:
         if not ended and not leaving and self._bells.quiet(lanes):
             return self._bells.pause, None
         self._bells.look(lanes)
+        if self.mail is not None:
+            self.mail.looks(launches=launches)
         if lanes is not self._there:
             self._there, self._mails = lanes, [lane for lane in lanes if isinstance(lane, MailLane)]
             self._leads = [lane for lane in lanes if type(lane).ahead is not AnnouncedLane.ahead]

@@ -63,6 +63,12 @@ class MailHost:
         """Returns once all runs that lanes have begun are launched, or after so many seconds."""
         self._runs.await_launches(seconds)
 
+    def looks(self, *, launches: bool) -> None:
+        """A look begins. launches: by the thread that launches steps, so that what lanes begin is launched at
+        once.
+        """
+        self._runs.looked_here = launches
+
     @property
     def own_gpu(self) -> bool:
         """Whether steps of callers of the host may wait on the GPU: no other process computes there, which

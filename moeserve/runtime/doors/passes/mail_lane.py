@@ -21,11 +21,12 @@ from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.runtime.doors.passes.announced import Between, Handed, HandedLane, LaneMemory, LaneTerms
-from moeserve.runtime.doors.passes.mail_pass import MISSED_STEPS, MailPass, told_end
+from moeserve.runtime.doors.passes.mail_pass import MailPass, UnderWay, told_end
 from moeserve.runtime.doors.passes.pauses import Glances
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.rank.graphs import padded_rows
-from moeserve.runtime.rank.runs.member_runs import Mail, MemberRuns
+from moeserve.runtime.rank.runs.mail import Mail
+from moeserve.runtime.rank.runs.member_runs import MemberRuns
 from moeserve.runtime.rank.runs.runs import Run, Told
 
 COMPANY_SECONDS = 0.0003
@@ -108,8 +109,7 @@ class MailLane(HandedLane):
         if under_way.waits and under_way.flying and now - under_way.waited > self._runs.most_seconds:
             under_way.slow = True
             self.yield_steps()
-        if under_way.early is not None:
-            self._look_for_early(under_way, under_way.early, now)
+        self._look_for_early(under_way, now)
         with self._lock:
             held = self.held or self._runs.makes_room  # others see that it wants steps, and wait for nobody
             run = None if self._concluded() or held else self._next_run(under_way, now)
@@ -195,23 +195,22 @@ class MailLane(HandedLane):
                 return None
             run.misfits = run.misfits + 1 if list(run.told) == run.fitted else 0
             run.fitted = list(run.told)
-            run.sent, run.told, run.again, run.early = list(run.told), None, True, None
+            run.sent, run.told, run.again = list(run.told), None, True
             if self._mail.lane.abort[0] == YIELD:
                 run.misfits = 0
         if not run.flying and self._mail.lane.abort[0] == YIELD:
             self._mail.say(0)
-        if run.full:
+        company = self.company()
+        if run.full(company):
             return None
-        there, company = self._there(run), self.company()
-        alone = company is Company.NONE
+        there, alone = self._there(run), company is Company.NONE
         if there and run.resting and run.begun:
             run.steady = bool(run.flying) or now - run.answered < self._terms.ahead
         foreseen = alone and self._foreseen(run, there)
         if not there and not foreseen:
             if company is Company.LANES and (made := self._in_turn(run)) is not None:
-                run.early = {stage: run.sent[stage] for _, stage in made.steps}
-                run.early_turn = self._begins(run, made, now)
-                return made
+                stage = made.steps[0][1]
+                return self._begins(run, made, now, {stage: run.sent[stage]}, in_turn=True)
             run.look_for_late(now, self._terms.patience)
             return None
         few = alone and run.alike and len(there) < len(run.sent)
@@ -233,34 +232,36 @@ class MailLane(HandedLane):
         least = 0 if there else padded_rows(counts[0]) // 2 + 1
         made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before)
         run.slow = run.slow and not run.resting
+        early: dict[int, int] | None = None
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
         if together and alone and not run.slow and self._runs.leads(made):
             run.waits, self._padded = True, rows
             if len(there) < len(run.sent):
-                run.early, run.early_turn = dict(enumerate(run.sent)), 0
+                early = dict(enumerate(run.sent))
         elif not there:
             return None
         else:
             made = made._replace(steps=((run.layer(there[0]), there[0]),))
             run.missed = max(0, run.missed - 1)
-        self._begins(run, made, now)
-        return made
+        return self._begins(run, made, now, early)
 
-    def _begins(self, run: MailPass, made: Run, now: float) -> int:
-        """Counts a run as launched; its turn."""
+    def _begins(
+        self, run: MailPass, made: Run, now: float, early: dict[int, int] | None, *, in_turn: bool = False
+    ) -> Run:
+        """Counts a run as launched."""
         run.waited = run.waited if run.flying else now
         for _, stage in made.steps:
             run.sent[stage] += 1
-        run.flying, run.begun, run.again, run.since = run.flying + 1, True, False, now
-        run.turns = run.turns[1], self.turns.launched(self)
-        return run.turns[1]
+        run.begun, run.again, run.since = True, False, now
+        run.under_way.append(UnderWay(self.turns.launched(self), early, in_turn))
+        return made
 
     def _in_turn(self, run: MailPass) -> Run | None:
         """The next step of a forward pass, to be launched before its rows are there and with as many as its
         stage had last; None where it is not this lane's turn, or others might wait for long.
         """
         runs = self._runs
-        if run.early is not None or run.missed or self._mail.lane.abort[0] or not self.turns.follows(self):
+        if not run.takes_turns or self._mail.lane.abort[0] or not self.turns.follows(self):
             return None
         under_way = [at for at, steps in enumerate(run.sent) if steps % len(run.said.layers)]
         if not under_way or not self._terms.ahead or not runs.alone or runs.retired:
@@ -277,7 +278,7 @@ class MailLane(HandedLane):
         last one had, of this pass or of one like it, of which the first stage has the most. Not while a
         lane's memory is to be freed.
         """
-        between = run.alike and run.resting and run.early is None
+        between = run.alike and run.resting and not run.awaited
         if there:
             known = run.steady or (not run.begun and self._usual == (run.said.layers, run.said.stages))
             expected = known and 0 in there
@@ -289,22 +290,28 @@ class MailLane(HandedLane):
             expected = min(padded_rows(count), self._runs.most_rows) == self._padded
         return between and expected and self._terms.ahead > 0 and not self._runs.retired
 
-    def _look_for_early(self, run: MailPass, early: dict[int, int], now: float) -> None:
-        """Notes that the rows of a run have come that was launched before, or leaves it: its caller rests."""
+    def _look_for_early(self, run: MailPass, now: float) -> None:
+        """Notes that the rows of runs have come that were launched before, or leaves these: their caller
+        rests.
+        """
         number, head, box = run.said.number, self.memory.layout.header, self._box
-        there = [box[head(stage) + m.TAG] >= tag_of(number, at) for stage, at in early.items()]
-        if all(there):
-            run.early = None
-            with self._lock:
-                if not run.waits and self._mail.lane.abort[0] == YIELD:
-                    self._mail.say(0)  # it was left as they came
-        elif run.flying == 1 and now - run.waited > self._terms.ahead:
-            if run.early_turn:
-                self.leave_turn()
-                return
-            run.steady, run.early = False, None
-            self._usual = None if any(there) else self._usual  # a stage does not come
-            self.yield_steps()
+        for one in (awaited := run.awaited):
+            early = one.early or {}
+            there = [box[head(stage) + m.TAG] >= tag_of(number, at) for stage, at in early.items()]
+            if all(there):
+                with self._lock:
+                    one.early = None
+                    if not run.waits and self._mail.lane.abort[0] == YIELD:
+                        self._mail.say(0)  # it was left as they came
+                continue
+            if run.flying == len(awaited) and now - run.waited > self._terms.ahead:
+                if one.in_turn:
+                    self.leave_turn()
+                    return
+                run.steady, one.early = False, None
+                self._usual = None if any(there) else self._usual  # a stage does not come
+                self.yield_steps()
+            return
 
     def _header(self, stage: int) -> tuple[int, int]:
         """Rows and kind of a stage's step, as the caller says to this host; the device asks for itself."""
@@ -327,11 +334,9 @@ class MailLane(HandedLane):
             run = self._pass
             assert run is not None
             self._glances.again = True
-            if run.turns[2 - run.flying] == run.early_turn:
-                run.early_turn, run.missed = 0, MISSED_STEPS if told.ended == MISFIT else 0
+            run.ran(misfit=told.ended == MISFIT)
             run.since = run.waited = now = time.monotonic()  # before the count: a look may come in between
             run.answered = now if told.answered else run.answered
-            run.flying -= 1
             self.counts.steps += told.answered
             run.version = run.version or version
             stages = len(run.sent)
@@ -361,7 +366,7 @@ class MailLane(HandedLane):
         with self._lock:
             run = self._pass
             assert run is not None
-            run.flying -= 1
+            run.under_way.pop()
             run.ends = run.ends or (status, text)
             self._mail.lane.abort[0] = ABORT  # what was launched before has no use
             self._concluded()

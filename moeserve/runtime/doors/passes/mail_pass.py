@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moeserve.proto.passes.mailbox import Status
 from moeserve.runtime.doors.passes.announced import Announcement, Between
+from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.rank.runs.runs import Told
 
 AHEAD_STEPS = 512
@@ -17,10 +18,28 @@ MISSED_STEPS = 8
 left: its kernels compute nothing, but others wait for them.
 """
 
-MOST_FLYING = 2
-"""Runs of one lane that were launched and have not ended; one, as long as nobody knows the weights of a pass
-whose steps must have the same.
+MOST_FLYING, MOST_IN_TURNS = 2, 3
+"""Runs of one lane that were launched and have not ended, and where others' lie between them; one, as long as
+nobody knows the weights of a pass whose steps must have the same.
 """
+
+EARLY_TURNS = 2
+"""Steps of a lane that are launched in their turn before their rows are there: so many rounds of all callers
+may this host be late, which has a launch to make for each of their steps.
+"""
+
+
+@dataclass
+class UnderWay:
+    """A run that was launched and has not ended."""
+
+    turn: int  # as `Turns` counts them
+    early: dict[int, int] | None  # by stage, steps before it: not all of its rows are there
+    in_turn: bool  # one step, launched in its turn before its rows were there
+
+    @property
+    def waits_in_turn(self) -> bool:
+        return self.in_turn and self.early is not None
 
 
 @dataclass
@@ -31,7 +50,7 @@ class MailPass:
     sent: list[int]  # steps of each stage that were launched
     since: float  # when its next rows were first wanted
     version: int
-    flying: int = 0  # runs that have not ended
+    under_way: list[UnderWay] = field(default_factory=list)  # in their order
     waited: float = 0.0  # since when the first of them has been the next one
     begun: bool = False  # whether any was launched
     waits: bool = False  # whether one of them was launched before all of its rows were there
@@ -43,9 +62,6 @@ class MailPass:
     ends: tuple[Status, str] | None = None
     answered: float = -math.inf  # when a run ended last that gave answers
     steady: bool = False  # its caller brings the rows of the next forward pass soon, as it did before
-    early: dict[int, int] | None = None  # by stage: steps before a run that was launched before its rows
-    turns: tuple[int, int] = (0, 0)  # of the last two runs, as `Turns` counts them
-    early_turn: int = 0  # of the run of `early`, where that is one step in its turn; 0: it is a forward pass
     missed: int = 0  # steps that are launched when their rows are there, since one was left in its turn
 
     @classmethod
@@ -75,9 +91,30 @@ class MailPass:
         return self.said.version if self.said.any_weights else self.version
 
     @property
-    def full(self) -> bool:
-        """Whether no run may be launched before one has ended."""
-        return self.flying >= (MOST_FLYING if self.said.any_weights or self.version else 1)
+    def flying(self) -> int:
+        """Runs that have not ended."""
+        return len(self.under_way)
+
+    def full(self, company: Company) -> bool:
+        """Whether no run may be launched before one has ended; company: who else wants steps."""
+        most = MOST_IN_TURNS if company is Company.LANES else MOST_FLYING
+        return self.flying >= (most if self.said.any_weights or self.version else 1)
+
+    @property
+    def awaited(self) -> list[UnderWay]:
+        """Runs that were launched before their rows were there, which were not seen to have come."""
+        return [one for one in self.under_way if one.early is not None]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a further step may be launched in its turn before its rows are there."""
+        awaited = self.awaited
+        return not self.missed and len(awaited) < EARLY_TURNS and all(one.in_turn for one in awaited)
+
+    def ran(self, *, misfit: bool) -> None:
+        """The first of its runs has ended."""
+        if self.under_way.pop(0).in_turn:
+            self.missed = MISSED_STEPS if misfit else 0
 
     @property
     def alike(self) -> bool:
@@ -110,14 +147,13 @@ class MailPass:
 
     @property
     def waiting_turn(self) -> int:
-        """Of a step that was launched in its turn and waits for its rows; 0: there is none."""
-        return self.early_turn if self.flying and self.early is not None else 0
+        """Of the first step that was launched in its turn and waits for its rows; 0: there is none."""
+        return next((one.turn for one in self.under_way if one.waits_in_turn), 0)
 
     @property
     def ready_turn(self) -> int:
         """Of the last run under way that does not wait in its turn; 0: there is none."""
-        under_way = self.turns[2 - self.flying :]
-        return max((turn for turn in under_way if turn != self.waiting_turn), default=0)
+        return max((one.turn for one in self.under_way if not one.waits_in_turn), default=0)
 
     def ahead(self) -> tuple[tuple[int, int], ...]:
         """The steps that are left of this forward pass, layer by layer; a long one has several runs."""

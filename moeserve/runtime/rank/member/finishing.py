@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from moeserve.runtime.control.stream import Message, StreamClosed
-from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
+from moeserve.runtime.rank.answers import MOST_RUNS, MOST_UNFINISHED, InOrder
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.transfers.transfers import InFlight
 from moeserve.runtime.step import Header, Job, Phases, Stamp, StepRecord
@@ -65,10 +65,9 @@ class Finishing:
         """Whether nothing is left to finish."""
         return not self._kept and self._in_order.idle
 
-    @property
-    def full(self) -> bool:
-        """Whether `put` and `after` keep their caller waiting."""
-        return len(self._kept) + self._in_order.unfinished >= MOST_UNFINISHED
+    def full(self, most: int = MOST_UNFINISHED) -> bool:
+        """Whether `put` keeps its caller waiting, or `after`, of MOST_RUNS."""
+        return len(self._kept) + self._in_order.unfinished >= most
 
     @property
     def keeps(self) -> bool:
@@ -78,7 +77,8 @@ class Finishing:
     def put(self, launched: Launched) -> None:
         """Has the step finished after those before it. Raises TimeoutError where they do not end."""
         try:
-            self.after(lambda: self.finish(launched))
+            self.hand_over()
+            self._in_order.put(lambda: self.finish(launched))
         except BaseException:
             self.let_go(launched.flight)
             raise
@@ -102,9 +102,11 @@ class Finishing:
         return True
 
     def after(self, act: Callable[[], None]) -> None:
-        """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
+        """Has `act` done after all that was launched, of which it waits for no more than are more than
+        MOST_RUNS. Raises TimeoutError where they do not end.
+        """
         self.hand_over()
-        self._in_order.put(act)
+        self._in_order.put(act, MOST_RUNS)
 
     def beside(self, act: Callable[[], None]) -> None:
         """Has a small `act` done soon, from any thread; it waits for no step."""

@@ -74,11 +74,11 @@ class Member:
         self._held = HeldEpoch(rank, None if lane is None else lane.number, self._say_here)
         group = MemberGroup(rank.index, group_settings, stream.send)
         self._generation = MemberGeneration(rank, group)
-        self._steps = MemberSteps(rank, lane, self._tell, observe)
-        self.changes = MemberChanges(self._held, self._steps.drain, self._tell)
+        self.steps = MemberSteps(rank, lane, self._tell, observe)
+        self.changes = MemberChanges(self._held, self.steps.drain, self._tell)
         self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._held.restore, self._tell)
-        self._steps.failed = self._report_failure
-        self._steps.another = lambda: self._entries.another
+        self.steps.failed = self._report_failure
+        self.steps.another = lambda: self._entries.another
         self._runs: GroupRuns | None = None
         at_once: dict[str, Callable[[Message], None]] = {
             "stage": self.changes.prepare,
@@ -126,7 +126,7 @@ class Member:
 
     def observe_rows(self, observe: Callable[[int, int], None]) -> None:
         """Has `observe` told how many rows of a layer the device has computed since the last time."""
-        self._steps.observe_rows = observe
+        self.steps.observe_rows = observe
 
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
@@ -134,7 +134,12 @@ class Member:
 
     def take_runs(self, runs: GroupRuns) -> None:
         """Has `runs` launch runs of the group's lanes."""
-        self._runs, runs.tell, runs.failed, runs.observe = runs, self._tell, self._report_failure, self.ran
+        self._runs, runs.tell, runs.failed, runs.observe = (
+            runs,
+            self._tell,
+            self._report_failure,
+            self.steps.ran,
+        )
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
@@ -156,23 +161,12 @@ class Member:
         """Has `act` done by the thread that launches steps, between two of them. It raises nothing."""
         self._entries.put_beside({"kind": "act", "act": act})
 
-    def ran(self, steps: int) -> None:
-        """Counts steps that were launched ahead and have ended; in what is done by `after_steps`."""
-        self._steps.ran(steps)
-
-    def after_steps(self, act: Callable[[], None]) -> None:
-        """Has `act` done once the steps that were launched have ended, and before later ones are finished.
-        By the thread that launches steps, which looks at no lane while it has to wait. Raises TimeoutError
-        where steps do not end.
-        """
-        self._steps.after(act)
-
     def attend(self, look: Callable[[], None], back: Callable[[], None]) -> None:
         """Has the thread that launches steps look after lanes while jobs of several callers flow. look: at
         what their callers want. back: it looks no more.
         """
         self._look, self._looks_no_more = look, back
-        self._steps.attends, self._steps.away = True, back
+        self.steps.attends, self.steps.away = True, back
 
     def _tell(self, message: Message) -> None:
         """Says something to whom it is for: who orders steps here, or the head."""
@@ -207,7 +201,7 @@ class Member:
         self._close_lane("the rank is stopping")
         self.order.end()
         self.on_end()  # nothing on the device waits for rows any more
-        self._steps.close()
+        self.steps.close()
         self._leave()
         self._rank.free()
         for left in self._entries.rest():
@@ -217,28 +211,28 @@ class Member:
     def _next(self) -> Message:
         """The next entry; while none comes, what was counted is reported, and lanes may be looked after."""
         while True:
-            if (self._attends or self._steps.attended) and (entry := self._next_attending()) is not None:
+            if (self._attends or self.steps.attended) and (entry := self._next_attending()) is not None:
                 return entry
             if (entry := self._entries.next(REPORT_SECONDS)) is not None:
                 return entry
-            self._steps.look_after(self._generation.live)
+            self.steps.look_after(self._generation.live)
 
     def _next_attending(self) -> Message | None:
         """The next entry; None where jobs of several callers flow no more. Meanwhile this thread begins such
         jobs and answers them: others would take the interpreter from it, and it from them.
         """
         self._attends = True
-        while self._steps.attended:
+        while self.steps.attended:
             if (entry := self._entries.next(0.0)) is not None:
                 if entry["kind"] != "step":  # it may take long
-                    self._steps.hand_over()
+                    self.steps.hand_over()
                 return entry
-            ended = self._steps.finish_ended()
+            ended = self.steps.finish_ended()
             self._look()
             if not ended:
                 time.sleep(GLANCE_SECONDS)
         self._attends = False
-        self._steps.hand_over()
+        self.steps.hand_over()
         self._looks_no_more()
         return None
 
@@ -314,10 +308,10 @@ class Member:
         match entry["kind"]:
             case "step":
                 epoch = self._held.epoch
-                self._steps.run(header_in(entry, epoch), entry["generation"], epoch)
+                self.steps.run(header_in(entry, epoch), entry["generation"], epoch)
             case "run" if self._runs is not None:
                 self._runs.execute(run_in(entry, self._held.epoch))
-                self._steps.report_if_due(entry["generation"])
+                self.steps.report_if_due(entry["generation"])
             case "prepare":
                 self._prepare(entry)
             case "load":
@@ -331,7 +325,7 @@ class Member:
                 self._leave()
             case "act":
                 entry["act"]()
-                self._steps.report_if_due(self._generation.live)
+                self.steps.report_if_due(self._generation.live)
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
                 self._tell(held_message(self._generation.newest, self._held.adopted))
             case unknown:
@@ -393,7 +387,7 @@ class Member:
     def _leave(self) -> None:
         """Leaves the generation, once the steps that were launched in it have ended."""
         self._restoring.stop()
-        self._steps.drain()
+        self.steps.drain()
         self.joined = False
         self.on_leave()
         self._generation.leave()

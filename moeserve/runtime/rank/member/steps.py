@@ -12,7 +12,7 @@ import torch
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
-from moeserve.runtime.rank.answers import on_host
+from moeserve.runtime.rank.answers import MOST_RUNS, MOST_UNFINISHED, on_host
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
 from moeserve.runtime.rank.member.finishing import Finishing, Launched, Parts
@@ -38,7 +38,9 @@ APART_STEPS = 8
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 
 ATTENDED_SECONDS = 0.005
-"""After a job of several callers was launched, for which the thread of the steps looks after lanes, too."""
+"""After a job of several callers was launched, or a step of one of their GPUs in its turn: for so long the
+thread of the steps looks after lanes, too.
+"""
 
 
 class MemberSteps:
@@ -91,7 +93,7 @@ class MemberSteps:
             if self._rank.device != "cpu" and self.another():
                 self._apart = 0  # it came while this thread waited for the device
         elif not (self._keeps(launched) and self._finishing.keep(launched)):
-            self._say_away()
+            self._say_away(MOST_UNFINISHED)
             self._finishing.put(launched)
         self.report_if_due(generation)
 
@@ -111,16 +113,21 @@ class MemberSteps:
 
     @property
     def attended(self) -> bool:
-        """Whether jobs of several callers flow, and the thread of the steps is to look after these."""
+        """Whether jobs of several callers flow, or steps of their GPUs, and lanes are to be looked after."""
         return time.monotonic() < self._attended_until
+
+    def attend(self) -> None:
+        """The thread of the steps looks after lanes for a while: steps of several callers' GPUs flow."""
+        if self.attends:
+            self._attended_until = time.monotonic() + ATTENDED_SECONDS
 
     def hand_over(self) -> None:
         """Leaves what was kept for `finish_ended` to the thread of answers."""
         self._finishing.hand_over()
 
-    def _say_away(self) -> None:
-        """Says that the thread of the steps is about to wait, where it is."""
-        if self._finishing.full:
+    def _say_away(self, most: int) -> None:
+        """Says that the thread of the steps is about to wait, where so much is to be finished."""
+        if self._finishing.full(most):
             self.away()
 
     def finish_ended(self) -> bool:
@@ -220,8 +227,13 @@ class MemberSteps:
 
     def after(self, act: Callable[[], None]) -> None:
         """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
-        self._say_away()
+        self._say_away(MOST_RUNS)
         self._finishing.after(act)
+
+    @property
+    def room(self) -> bool:
+        """Whether `after` waits for nothing."""
+        return not self._finishing.full(MOST_RUNS)
 
     def drain(self) -> None:
         """Waits until every launched step has ended, and its callers have their answers.

@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -17,7 +16,7 @@ from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
-from moeserve.dispatch.peers.memory import Mapped, memory_on
+from moeserve.dispatch.peers.memory import memory_on
 from moeserve.runtime.planning.passes import rows_wire
 from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.runtime.rank.graphs import padded_rows
@@ -25,7 +24,8 @@ from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.runs.group_runs import ANEW, Act, GroupRuns, OwnRun, Pass
 from moeserve.runtime.rank.runs.host_memory import HostMemory
-from moeserve.runtime.rank.runs.runs import Flight, OwnerLane, PassRuns, Run
+from moeserve.runtime.rank.runs.mail import Mail
+from moeserve.runtime.rank.runs.runs import Flight, PassRuns, Run
 
 log = logging.getLogger(__name__)
 
@@ -46,31 +46,6 @@ def why_not(machine: Machine) -> str:
 
 class CannotRun(Exception):
     """Runs cannot be launched here; names the reason and the way out."""
-
-
-@dataclass(eq=False)
-class Mail:
-    """A lane, and its memory: on the owner's GPU beside the caller's as it is mapped here, or on the host."""
-
-    lane: OwnerLane
-    memory: Mapped | HostMemory
-    interrupted: bool = False  # since its pass has begun
-
-    def say(self, word: int) -> None:
-        """Has its kernels that wait read this word, unless they were interrupted, also at the same time."""
-        self.lane.abort[0] = word
-        if self.interrupted:
-            self.lane.abort[0] = ABORT
-
-    @property
-    def handle(self) -> bytes:
-        """What the caller needs to map the owner's memory on a GPU; empty where it lies on the host."""
-        return b"" if isinstance(self.memory, HostMemory) else bytes(self.memory.handle())
-
-    @property
-    def nbytes(self) -> int:
-        """Of device memory."""
-        return 0 if isinstance(self.memory, HostMemory) else self.memory.mine.nbytes
 
 
 class MemberRuns:
@@ -95,6 +70,9 @@ class MemberRuns:
         group.launch, group.flies, group.over = self._runs.launch, self._flies, self._over
         self.closed: Callable[[], Collection[int]] = lambda: ()  # layers that no step may take now
         self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
+        self.attend: Act = lambda: None  # has the thread that launches steps look after lanes for a while
+        self.room: Callable[[], bool] = lambda: False  # whether `finish` waits for nothing
+        self.looked_here = False  # the thread that launches steps looks at lanes, and begins what they want
         self._lock = threading.Lock()
         self._versions: tuple[int, ...] = ()
         self._position = {layer: at for at, layer in enumerate(rank.served.layers)}
@@ -243,11 +221,17 @@ class MemberRuns:
         self._between(self._sweep)
 
     def begin(self, run: Run, of: Pass, version: int) -> None:
-        """Has a run launched between two steps. version: of the weights that it must have; 0: any."""
+        """Has a run launched between two steps: at once where the thread that launches them begins it, and
+        nothing would keep it for long. version: of the weights that it must have; 0: any.
+        """
         if self.alone:
             with self._lock:
+                at_once = self.looked_here and not self._begun
                 self._begun += 1
-            self._between(lambda: self._launch(run, of, version))
+            if at_once and self.room() and self._runs.recorded(run):
+                self._launch(run, of, version)
+            else:
+                self._between(lambda: self._launch(run, of, version))
         elif waits := self._closed(run):
             of.lost(waits)
         else:
@@ -312,6 +296,8 @@ class MemberRuns:
             return
         flight, found = launched
         self._flies()
+        if run.least and len(run.steps) == 1:  # others' GPUs have theirs
+            self.attend()
         self._note_full(full=True)
         try:
             self._finish(lambda: self._ended(flight, of, found))
