@@ -14,6 +14,7 @@ Two ranks with 128 FP8 experts of 7168 x 2048, top-8, or one with 64. In one run
     placed    the client's call with rows and answer in a lane's shared memory
     plain     the same with torch tensors of its own
     inline    the same in the message
+    lane placed, lane   as placed and plain, by a client whose calls go over device lanes (LaneClient)
     pass      a step of a standing pass of a lane in host memory, whose steps are launched ahead while its
               caller is alone (passes.host_ahead); rows are copied there, and answers from there
     pass placed   the same with rows and answer where they lie
@@ -222,7 +223,7 @@ def alone(
                 mean = sum(found.seconds) / len(found.seconds)
                 print(json.dumps({"microseconds of a call": phases.table(mean), "rows": rows}), flush=True)
             aim = step + {1: 0.35, 16: 0.35, 128: 0.5}.get(rows, 0.15 * step + 1.15 * bytes_time)
-            if kind in ("plain", "pass"):
+            if kind in ("plain", "lane", "pass"):
                 aim += 1.2 * base["copy"][rows]
             elif kind == "inline":
                 aim = 1.5 * base["echo"][rows] + step

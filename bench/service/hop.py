@@ -10,6 +10,7 @@ rank 0's lane with all the rows; rank 1 brings none. In turns:
     inline    `MoeClient.forward`, tensors in the message
     shared    the same with hidden states already in the lane's shared memory, and the answer written there
     pass      a step of a standing pass of a device lane in host memory, rows and answer where they lie
+    lane      as shared, by a client whose calls go over a device lane (LaneClient)
     step      the very same `Rank.step` in as many other processes, back to back: no coordinator, lane or gRPC
     spaced    the same a millisecond after the last one, about as far apart as the service's steps are: a
               small step is slower then
@@ -46,6 +47,7 @@ from bench.service.hops.echo_server import METHOD, OPTIONS
 from moeserve.proto.client import Choice, MoeClient
 from moeserve.proto.heap import keep_freed_memory
 from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.tensors import as_torch
 
 BLOCK = 10  # calls of one kind in a row
@@ -107,6 +109,7 @@ AIMS: dict[str, tuple[str, Callable[[Case], float]]] = {
     "inline": ("at most 3 x echo", lambda case: 3 * case.p("echo", 50)),
     "shared": ("at most 1 ms", lambda case: 1.0),
     "pass": ("at most 1 ms", lambda case: 1.0),
+    "lane": ("at most 1 ms", lambda case: 1.0),
 }
 """What the median hop of a kind is to be: in words, and in milliseconds."""
 
@@ -205,6 +208,8 @@ def kinds_of(
     if not torch.equal(as_torch(told.storage, told.spec), answer.tensor):
         raise RuntimeError("the answer of a pass is another than the call's")
 
+    by_lanes = stack.enter_context(LaneClient(client.address, lane=0))
+
     def step_of_pass() -> None:
         run.send(0, rows)
         run.arrived(0)
@@ -214,6 +219,7 @@ def kinds_of(
         "inline": lambda: client.forward(0, x, experts, weights),
         "shared": lambda: client.forward(0, placed, experts, weights, output=answer),
         "pass": step_of_pass,
+        "lane": lambda: by_lanes.forward(0, placed, experts, weights, output=answer),
         "copy": lambda: (inside.copy_(x), outside.copy_(answer.tensor)),
     }
 

@@ -19,10 +19,11 @@ from moeserve.proto.errors import MoeError
 from moeserve.proto.heap import keep_freed_memory
 from moeserve.proto.host import usable_cores
 from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.tensors import as_torch
 from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 
-KINDS = ("placed", "plain", "inline", "pass placed", "pass")
+KINDS = ("placed", "plain", "inline", "lane placed", "lane", "pass placed", "pass")
 PASS_STEPS = 40  # of a standing pass, about, before it begins again
 WARM_UP_CALLS = 12
 START_SECONDS = 0.3  # from the order to the first call, so that all begin together
@@ -190,7 +191,10 @@ class _Caller:
         self._probe = torch.tensor(sorted({0, load.rows // 2, load.rows - 1}))
         self._first: dict[int, Tensor] = {}
         self._kept: Tensor | None = None  # rows of answers that are not compared yet
-        if load.kind == "placed":
+        if load.kind.startswith("lane"):
+            self._rest()
+            client = stack.enter_context(LaneClient(client.address, lane=lane))
+        if load.kind.endswith("placed") and not load.kind.startswith("pass"):
             shape = (load.rows, sizes.hidden)
             placed, answer = client.allocate(lane, shape), client.allocate(lane, shape)
             stack.callback(placed.close)
@@ -225,8 +229,7 @@ class _Caller:
         """Calls that are steps of a standing pass; `pass placed`: rows and answers stay where they lie."""
         load = self._load
         name = f"{load.kind.replace(' ', '-')}-{named}"
-        if not load.beside:
-            time.sleep(1.2 * COMPANY_SECONDS)  # until calls before count as company no more
+        self._rest()
         wanted = Wanted(name, rows=load.rows, rank=lane)
         attached = stack.enter_context(AttachedLane.attach(address, wanted))
         order = [at % load.layers for at in range(PASS_STEPS - PASS_STEPS % load.layers)]
@@ -250,6 +253,11 @@ class _Caller:
         for layer in range(1, load.layers):
             placed(layer)
         return placed
+
+    def _rest(self) -> None:
+        """Waits until calls before count as company no more."""
+        if not self._load.beside:
+            time.sleep(1.2 * COMPANY_SECONDS)
 
     def warm_up(self) -> None:
         """Calls every layer some times, and keeps what a few rows come back as."""

@@ -74,7 +74,10 @@ class Pass:
         int64 and weights, or logits, of float32. They are copied. Raises TensorError.
         """
         bf16 = self._memory.layout.dtype.name == "bf16"
-        rows = plain(hidden, "hidden", dtype="bf16" if bf16 else "")
+        self.post_plain(stage, plain(hidden, "hidden", dtype="bf16" if bf16 else ""), route)
+
+    def post_plain(self, stage: int, rows: Plain, route: Choice | Logits) -> None:
+        """Does as `post`, with rows whose dtype is known."""
         count = rows.storage.shape[0] if rows.storage.ndim else 0
         room = self.room(stage, count)
         if rows.spec != room[0].spec:
@@ -142,6 +145,10 @@ class Pass:
         """The version of the weights that made the stage's last answer."""
         return int(self._memory.out[self._memory.layout.answer_header(stage) + m.VERSION])
 
+    def epoch(self, stage: int) -> int:
+        """The epoch in which the stage's last answer was made."""
+        return int(self._memory.out[self._memory.layout.answer_header(stage) + m.EPOCH])
+
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the pass has ended, and raises what it ended with, unless that is OK."""
         self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0), ends=True)
@@ -155,12 +162,14 @@ class Pass:
         fence()
         return Status(out[m.STATUS])
 
-    def leave(self) -> None:
-        """Ends the pass and waits for that. Steps under way are given up."""
+    def leave(self, timeout: float | None = None) -> None:
+        """Ends the pass and waits for that. Steps under way are given up. Raises DeadlineExceeded where it
+        has not ended in time, and Unavailable where the rank is gone.
+        """
         if self.status is None:
-            self._memory.give_up(self.number)
+            self.give_up()
             try:
-                self._wait((m.ENDED, NO_TAG), None, Expected(0.0), ends=True)
+                self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0), ends=True)
             except MoeError:
                 if self.status is None:  # the rank is gone; else it ended in another way just then
                     raise
@@ -198,6 +207,10 @@ class Pass:
                 slept = False
         expected.came(awaited=looks > 0, slept=slept)
 
+    def give_up(self) -> None:
+        """Ends the pass, and does not wait for that: an answer of a step under way may still be written."""
+        self._memory.give_up(self.number)
+
     def __enter__(self) -> Pass:
         return self
 
@@ -207,7 +220,7 @@ class Pass:
         if raised is None:
             self.leave()
         else:
-            self._memory.give_up(self.number)
+            self.give_up()
 
 
 def _columns(route: Choice | Logits, room: Room) -> tuple[Plain | None, Plain | None, Plain | None]:

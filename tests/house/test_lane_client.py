@@ -1,0 +1,235 @@
+"""A client whose calls go over device lanes, beside a service of two ranks: the same answers as other calls,
+and another way where a lane gives none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from houses import Alone, house_config
+
+from moeserve.proto.client import Choice, Logits, MoeClient
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.lane_client import LaneClient
+from moeserve.proto.tensors import TensorError
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+LANES = 3
+PATIENCE = 2.0
+
+
+@pytest.fixture(scope="module")
+def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
+    values = {"passes__patience_seconds": PATIENCE, "passes__lanes": LANES, "step__lane_rows": 32}
+    with LocalCluster(house_config(checkpoint_path, **values, **EP2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(house: LocalCluster) -> Iterator[LaneClient]:
+    with LaneClient(house.address, timeout=20.0, lane=0) as made:
+        yield made
+
+
+class Ordinary:
+    """How many calls were made as `MoeClient` makes them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        real = MoeClient.call
+
+        def call(client: MoeClient, *given: Any, **options: Any) -> Any:
+            self.calls += 1
+            return real(client, *given, **options)
+
+        monkeypatch.setattr(MoeClient, "call", call)
+
+
+@pytest.fixture
+def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
+    return Ordinary(monkeypatch)
+
+
+def check(client: LaneClient, alone: Alone, layer: int, rows: int, seed: int) -> None:
+    batch = alone.batch(rows, seed=seed)
+    torch.testing.assert_close(client.forward(layer, *batch), alone.forward(layer, *batch), **CLOSE)
+
+
+def line_of(client: LaneClient) -> Any:
+    """The lane of a client that has one."""
+    (line,) = client._idle
+    return line
+
+
+def test_answers_are_those_of_other_calls_and_go_over_one_lane(
+    client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    for turn in range(12):
+        for layer in (0, 1):
+            check(client, alone, layer, turn % 5 + 1, seed=turn)
+    assert ordinary.calls == 0 and line_of(client)._goes_on and line_of(client).lane.wanted.rows == 16
+    check(client, alone, 0, 20, seed=1)
+    assert ordinary.calls == 0 and line_of(client).lane.wanted.rows == 32, "a larger lane, in its place"
+    order = [1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1]
+    for at, layer in enumerate(order):
+        check(client, alone, layer, 3, seed=at)
+    assert ordinary.calls == 0
+
+
+def test_rows_of_any_kind_come_back_as_they_were_given(
+    client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    hidden, experts, weights = alone.batch(4, seed=3)
+    wanted = alone.forward(1, hidden, experts, weights)
+    found = client.forward(1, hidden.numpy(), experts.numpy(), weights.numpy())
+    assert isinstance(found, np.ndarray)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, **CLOSE)
+    placed, answer = (client.allocate(0, tuple(hidden.shape), "fp32") for _ in range(2))
+    placed.tensor.copy_(hidden)
+    reply = client.call(1, placed, Choice(experts.long(), weights), output=answer)
+    assert reply.epoch >= 1 and reply.weights_version == 1 and reply.hidden is answer.array
+    torch.testing.assert_close(answer.tensor, wanted, **CLOSE)
+    again = client.call(1, placed, Choice(experts, weights), weights_version=1)
+    torch.testing.assert_close(torch.from_numpy(np.asarray(again.hidden)), wanted, **CLOSE)
+    logits = torch.randn(4, alone.checkpoint.num_experts, generator=torch.Generator().manual_seed(1))
+    by_lane = client.call(1, hidden, Logits(logits)).hidden
+    assert ordinary.calls == 0
+    with MoeClient(client.address, lane=0) as other:
+        torch.testing.assert_close(by_lane, other.forward_logits(1, hidden, logits), **CLOSE)
+
+
+def test_what_no_lane_takes_is_said_as_by_other_calls(
+    client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    hidden, experts, weights = alone.batch(2, seed=5)
+    check(client, alone, 0, 2, seed=5)
+    with pytest.raises(NotFound):
+        client.forward(77, hidden, experts, weights)
+    with pytest.raises(InvalidArgument, match="is out of range"):
+        client.forward(0, hidden, experts + 1000, weights)
+    with pytest.raises((InvalidArgument, TensorError)):
+        client.forward(0, hidden[:, :-1].contiguous(), experts, weights)
+    with pytest.raises(TypeError, match="takes no option"):
+        client.forward(0, hidden, experts, weights, urgency=1)  # type: ignore[call-arg]
+    with pytest.raises(MoeError, match="wrong_version"):
+        client.forward(0, hidden, experts, weights, weights_version=9)
+    assert ordinary.calls == 4
+    found = client.forward(0, hidden, experts, weights.to(torch.bfloat16))
+    assert ordinary.calls == 5 and isinstance(found, torch.Tensor)
+    none = client.forward(0, hidden[:0], experts[:0], weights[:0])
+    assert isinstance(none, torch.Tensor) and none.shape == (0, hidden.shape[1]) and ordinary.calls == 6
+    check(client, alone, 1, 2, seed=6)
+    assert ordinary.calls == 6, "the lane goes on"
+
+
+def test_where_all_lanes_are_taken_calls_go_the_other_way(
+    house: LocalCluster, client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    with ExitStack() as stack:
+        for at in range(LANES):
+            wanted = Wanted(f"other-{at}", dtype="fp32", rows=4, rank=0, timeout=15.0)
+            stack.enter_context(AttachedLane.attach(house.address, wanted))
+        for turn in range(3):
+            check(client, alone, 0, 2, seed=turn)
+        assert ordinary.calls == 3 and not client._idle and client._there == 0
+    client._refused_until = 0.0
+    check(client, alone, 0, 2, seed=4)
+    assert ordinary.calls == 3
+
+
+def test_a_caller_may_rest_in_the_middle_of_a_round(
+    client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    for turn in range(6):
+        for layer in (0, 1):
+            check(client, alone, layer, 2, seed=turn)
+    check(client, alone, 0, 2, seed=9)
+    time.sleep(PATIENCE * 1.3)
+    check(client, alone, 1, 2, seed=10)
+    check(client, alone, 0, 2, seed=11)
+    assert ordinary.calls == 0
+
+
+def test_a_lane_that_is_detached_by_others_is_given_up(
+    client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    check(client, alone, 0, 2, seed=1)
+    line_of(client).lane.detach()
+    check(client, alone, 0, 2, seed=2)
+    assert ordinary.calls == 1
+    check(client, alone, 0, 2, seed=3)
+    assert ordinary.calls == 1 and client._there == 1, "another one"
+
+
+def test_a_rank_that_is_stopped_holds_a_call_no_longer_than_its_deadline(
+    house: LocalCluster, client: LaneClient, alone: Alone
+) -> None:
+    check(client, alone, 0, 2, seed=1)
+    batch = alone.batch(2, seed=2)
+    os.kill(house.pid(0), signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                client.forward(0, *batch, timeout=0.4)
+            assert time.monotonic() - began < 2.0
+    finally:
+        os.kill(house.pid(0), signal.SIGCONT)
+    for turn in range(4):
+        check(client, alone, turn % 2, 3, seed=turn)
+
+
+def test_threads_share_lanes(house: LocalCluster, alone: Alone) -> None:
+    failed: list[BaseException] = []
+    with LaneClient(house.address, timeout=20.0, lane=0, lanes=2) as client:
+
+        def call(number: int) -> None:
+            try:
+                for turn in range(15):
+                    check(client, alone, turn % 2, number + 1, seed=100 * number + turn)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failed and client._there == len(client._idle) <= 2
+    with ExitStack() as stack:
+        for at in range(LANES):  # all are free again
+            wanted = Wanted(f"later-{at}", dtype="fp32", rows=4, rank=0, timeout=15.0)
+            stack.enter_context(AttachedLane.attach(house.address, wanted))
+
+
+def test_more_rows_than_a_rank_takes_go_the_other_way(
+    client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    check(client, alone, 0, 17, seed=1)
+    assert line_of(client).lane.wanted.rows == 32
+    client.close()
+    with LaneClient(client.address, timeout=20.0, lane=0) as other:
+        batch = alone.batch(33, seed=2)
+        with suppress(MoeError):  # the rank takes no such call, either
+            other.forward(0, *batch)
+        assert ordinary.calls == 1 and other._most_rows == 32 and other._there == 0
+        check(other, alone, 0, 32, seed=3)
+        assert ordinary.calls == 1
+
+
+def test_wrong_arguments_are_named(house: LocalCluster) -> None:
+    with pytest.raises(ValueError, match="lanes=0 must be 1 or more"):
+        LaneClient(house.address, lanes=0)
