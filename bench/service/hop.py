@@ -208,7 +208,12 @@ def kinds_of(
     if not torch.equal(as_torch(told.storage, told.spec), answer.tensor):
         raise RuntimeError("the answer of a pass is another than the call's")
 
-    by_lanes = stack.enter_context(LaneClient(client.address, lane=0))
+    by_lanes = stack.enter_context(LaneClient(client.address))
+    there, home = by_lanes.place(0, rows)
+    there.tensor.copy_(x)
+    by_lanes.forward(0, there, experts, weights, output=home)
+    if not torch.equal(home.tensor, answer.tensor):
+        raise RuntimeError("the answer over a lane is another than the call's")
 
     def step_of_pass() -> None:
         run.send(0, rows)
@@ -219,7 +224,7 @@ def kinds_of(
         "inline": lambda: client.forward(0, x, experts, weights),
         "shared": lambda: client.forward(0, placed, experts, weights, output=answer),
         "pass": step_of_pass,
-        "lane": lambda: by_lanes.forward(0, placed, experts, weights, output=answer),
+        "lane": lambda: by_lanes.forward(0, there, experts, weights, output=home),
         "copy": lambda: (inside.copy_(x), outside.copy_(answer.tensor)),
     }
 

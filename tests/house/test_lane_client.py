@@ -135,6 +135,42 @@ def test_what_no_lane_takes_is_said_as_by_other_calls(
     assert ordinary.calls == 6, "the lane goes on"
 
 
+def test_rows_that_were_placed_in_a_lane_are_not_copied(
+    client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    hidden, output = client.place(0, 4, "fp32")
+    rows, experts, weights = alone.batch(4, seed=8)
+    for turn in range(12):
+        layer = turn % 2
+        hidden.tensor.copy_(rows * (turn + 1))
+        reply = client.call(layer, hidden, Choice(experts, weights), output=output)
+        assert reply.hidden is output.array
+        wanted = alone.forward(layer, rows * (turn + 1), experts, weights)
+        torch.testing.assert_close(output.tensor, wanted, **CLOSE)
+        own = client.call(layer, hidden, Choice(experts, weights)).hidden
+        torch.testing.assert_close(torch.from_numpy(np.asarray(own)), wanted, **CLOSE)
+    check(client, alone, 1, 3, seed=9)
+    assert ordinary.calls == 0 and len(client._idle) == 1 and len(client._placed) == 1
+    found = MoeClient.call(client, 0, hidden, Choice(experts, weights), output=output)
+    wanted = alone.forward(0, rows * 12, experts, weights)
+    torch.testing.assert_close(torch.from_numpy(np.asarray(found.hidden)), wanted, **CLOSE)
+    with pytest.raises(InvalidArgument):
+        client.call(0, hidden, Choice(experts + 1000, weights), output=output)
+    with pytest.raises(TensorError):
+        client.call(0, hidden, Choice(experts[:2], weights[:2]), output=output)
+    client.call(0, hidden, Choice(experts, weights), output=output)
+    torch.testing.assert_close(output.tensor, wanted, **CLOSE)
+    hidden.close()
+    output.close()
+    with pytest.raises(MoeError):
+        client.call(0, hidden, Choice(experts, weights), output=output, timeout=1.0)
+    assert not client._placed
+    with pytest.raises(InvalidArgument, match=r"step\.lane_rows"):
+        client.place(0, 33, "fp32")
+    with pytest.raises(NotFound):
+        client.place(7, 4, "fp32")
+
+
 def test_where_all_lanes_are_taken_calls_go_the_other_way(
     house: LocalCluster, client: LaneClient, alone: Alone, ordinary: Ordinary
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.proto.passes.lane_client import AGREEING_ROUNDS, FEWEST_CALLS, MOST_AGREEING, Rounds
+from moeserve.proto.passes.called_lane import AGREEING_ROUNDS, FEWEST_CALLS, MOST_AGREEING, Rounds
 
 
 def rounds(layers: list[int]) -> Rounds:

@@ -195,8 +195,10 @@ class _Caller:
             self._rest()
             client = stack.enter_context(LaneClient(client.address, lane=lane))
         if load.kind.endswith("placed") and not load.kind.startswith("pass"):
-            shape = (load.rows, sizes.hidden)
-            placed, answer = client.allocate(lane, shape), client.allocate(lane, shape)
+            if isinstance(client, LaneClient):
+                placed, answer = client.place(lane, load.rows)
+            else:
+                placed, answer = (client.allocate(lane, (load.rows, sizes.hidden)) for _ in range(2))
             stack.callback(placed.close)
             stack.callback(answer.close)
             placed.tensor.copy_(hidden)

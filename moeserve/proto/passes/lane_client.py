@@ -18,8 +18,6 @@ import os
 import threading
 import time
 import uuid
-from collections import deque
-from contextlib import suppress
 from dataclasses import replace
 from typing import Unpack
 
@@ -29,9 +27,9 @@ from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, chec
 from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, Unavailable
 from moeserve.proto.passes.attached import AttachedLane, Wanted
-from moeserve.proto.passes.mailbox import MOST_LAYERS
+from moeserve.proto.passes.called_lane import CalledLane
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import Array, Plain, TensorError, copy_into, plain, restore
 from moeserve.proto.transports.shared_memory import SharedTensor
@@ -40,15 +38,12 @@ FEWEST_ROWS, MOST_ROWS = 16, 1024
 """Rows of a lane: enough for the call it is made for. To copy more takes longer than a message."""
 
 REFUSED_SECONDS = 5.0
-"""After a rank has refused a lane, until one is asked for again."""
+"""After a rank has refused a lane, until one is asked for again; and after a lane's last call, until it may
+go for one of another dtype or rank.
+"""
 
 ATTACH_SECONDS = 10.0
 """For a rank to attach a lane."""
-
-AGREEING_ROUNDS, MOST_AGREEING, FEWEST_CALLS = 2, 16, 8
-"""Rounds over the same layers, and calls in them, after which a standing pass is begun; twice as many rounds
-after each pass that ended before it had gone round.
-"""
 
 TRIES = 2
 """Passes in which a call is tried: its caller may have rested for too long in the first."""
@@ -58,94 +53,10 @@ SHORTEST_SECONDS = 1e-3
 
 log = logging.getLogger(__name__)
 
+Batch = tuple[int, "Array | SharedTensor", Choice | Logits]
+"""A call's layer, hidden states and route."""
+
 _NUMBERS = itertools.count()
-
-
-class Rounds:
-    """Over which layers one caller's calls go round."""
-
-    def __init__(self) -> None:
-        self._seen: deque[int] = deque(maxlen=2 * MOST_LAYERS)
-        self._agreeing = AGREEING_ROUNDS
-
-    def called(self, layer: int) -> None:
-        """Notes a call."""
-        self._seen.append(layer)
-
-    def held(self, calls: int, layers: int) -> None:
-        """A standing pass over so many layers has ended after so many calls."""
-        kept = calls > layers
-        self._agreeing = AGREEING_ROUNDS if kept else min(MOST_AGREEING, 2 * self._agreeing)
-
-    def of(self, layer: int) -> tuple[int, ...]:
-        """The layers of the round that a call of `layer` begins; () where the last calls were no rounds."""
-        seen = list(self._seen)
-        with suppress(ValueError):
-            length = seen[::-1].index(layer) + 1
-            needed = max(self._agreeing * length, FEWEST_CALLS)
-            if length <= MOST_LAYERS and len(seen) >= needed:
-                last, found = seen[-needed:], tuple(seen[-length:])
-                if all(one == found[(at - needed) % length] for at, one in enumerate(last)):
-                    return found
-        return ()
-
-
-class _Line:
-    """A lane that is attached, and the pass that runs on it. One thread at a time uses it."""
-
-    def __init__(self, lane: AttachedLane) -> None:
-        self.lane = lane
-        self.user = threading.get_ident()  # who called last
-        self._rounds = Rounds()
-        self._run: Pass | None = None
-        self._goes_on = False  # it has further steps
-        self._calls, self._demanded = 0, 0
-
-    def fits(self, rows: Plain, rank: int | None) -> bool:
-        """Whether such rows may go over it; rank: whose lane it has to be, None for any."""
-        wanted = self.lane.wanted
-        there = rows.dtype.name == wanted.dtype and len(rows.storage) <= wanted.rows
-        return there and rank == wanted.rank
-
-    def run_of(self, layer: int, version: int, clock: Clock) -> Pass:
-        """The pass whose next step is of this layer, with weights of this version, 0 for any. Raises
-        MoeError; DeadlineExceeded where the one before it does not end.
-        """
-        run = self._run
-        wanted = run is not None and self._goes_on and (run.layer(0), self._demanded) == (layer, version)
-        if run is not None and wanted and run.status is None:
-            return run
-        if run is not None:
-            if self._goes_on:
-                self._rounds.held(self._calls, len(run.layers))
-            run.leave(clock.remaining)
-        layers = self._rounds.of(layer)
-        self._goes_on, self._calls, self._demanded = bool(layers), 0, version
-        run = self._run = self.lane.begin(
-            layers or (layer,), standing=self._goes_on, any_weights=True, weights_version=version
-        )
-        return run
-
-    def called(self, layer: int) -> None:
-        """Notes a call that was answered."""
-        self._rounds.called(layer)
-        self._calls += 1
-
-    def drop(self) -> None:
-        """Ends the pass that runs: its caller waits no longer."""
-        self._goes_on = False
-        if self._run is not None and self._run.status is None:
-            self._run.give_up()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the rank keeps the lane."""
-        return self.lane.alive
-
-    def close(self) -> None:
-        """Detaches the lane."""
-        self.drop()
-        self.lane.close()
 
 
 class LaneClient(MoeClient):
@@ -175,7 +86,8 @@ class LaneClient(MoeClient):
             raise ValueError(f"lanes={lanes} must be 1 or more; without lanes use MoeClient")
         self._model, self._bound, self._credentials = model, lane, credentials
         self._most = lanes
-        self._idle: list[_Line] = []
+        self._idle: list[CalledLane] = []
+        self._placed: dict[int, CalledLane] = {}  # by the region of rows that were handed out
         self._there = 0  # lines that are attached, or are about to be
         self._refused_until = 0.0
         self._most_rows = MOST_ROWS  # that a rank was not seen to refuse
@@ -197,11 +109,30 @@ class LaneClient(MoeClient):
         left = replace(clock.patience, timeout=max(clock.remaining, SHORTEST_SECONDS))
         return super().call(layer, hidden, route, **(options | {"timeout": left}))
 
+    def place(self, lane: int, rows: int, dtype: str = "bf16") -> tuple[SharedTensor, SharedTensor]:
+        """Hidden states [rows, H] to fill, and memory for their answer, in a lane of rank `lane` that is for
+        these alone: a call with both, the second as `output`, copies neither.
+
+        The lane is no one of `lanes`; it is detached by `close` of the tensors or of this client. Raises
+        MoeError where the rank attaches none, or is not on this host; InvalidArgument for more rows than it
+        takes.
+        """
+        line = CalledLane(AttachedLane.attach(self.address, self._wanted(rows, dtype, lane, ATTACH_SECONDS)))
+        hidden, output = line.lane.memory.placed(0, rows, lane)
+        with self._lock:
+            closed = self._closed
+            self._placed[id(hidden.region)] = line
+        if closed:
+            line.close()
+            raise Unavailable("UNAVAILABLE", "", "this client is closed")
+        return hidden, output
+
     def close(self) -> None:
         """Detaches all lanes, closes all connections and gives all regions back."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle, self._idle = [*self._idle, *self._placed.values()], []
+            self._placed = {}
         for line in idle:
             line.close()
         super().close()
@@ -219,19 +150,42 @@ class LaneClient(MoeClient):
         """
         dtype, output = options.get("dtype", ""), options.get("output")
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
-        count = len(rows.storage) if rows.storage.ndim == 2 else 0
-        if not 0 < count <= self._most_rows or (output is not None and output.spec != rows.spec):
+        if output is not None and output.spec != rows.spec:
+            return None
+        batch = layer, hidden, route
+        if isinstance(hidden, SharedTensor) and (line := self._placed.get(id(hidden.region))) is not None:
+            if not line.turn.acquire(timeout=clock.remaining):
+                raise clock.expired()
+            try:
+                if line.alive:
+                    return self._tried(line, batch, rows, options, clock)
+                self._placed.pop(id(hidden.region), None)
+                line.close()
+                return None
+            finally:
+                line.turn.release()
+        if not 0 < (len(rows.storage) if rows.storage.ndim == 2 else 0) <= self._most_rows:
             return None
         asked = options.get("lane")
-        line = self._line(rows, self._bound if asked is None else asked, clock)
-        if line is None:
+        found = self._line(rows, self._bound if asked is None else asked, clock)
+        if found is None:
+            return None
+        try:
+            return self._tried(found, batch, rows, options, clock)
+        finally:
+            self._give(found)
+
+    def _tried(
+        self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
+    ) -> Reply | None:
+        """The answer of a lane; None where it gives none, and its pass has ended then. Raises TensorError,
+        and DeadlineExceeded.
+        """
+        if batch[0] not in line.lane.layers:
             return None
         good = False
         try:
-            if layer not in line.lane.layers:
-                good = True
-                return None
-            reply = self._asked(line, (layer, hidden, route), rows, options, clock)
+            reply = self._asked(line, batch, rows, options, clock)
             good = reply is not None
             return reply
         except TensorError:
@@ -240,22 +194,16 @@ class LaneClient(MoeClient):
         finally:
             if not good:
                 line.drop()
-            self._give(line)
 
     def _asked(
-        self,
-        line: _Line,
-        batch: tuple[int, Array | SharedTensor, Choice | Logits],
-        rows: Plain,
-        options: CallOptions,
-        clock: Clock,
+        self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
     ) -> Reply | None:
-        """The answer of a lane; None where it gives none. Raises DeadlineExceeded."""
         layer, hidden, route = batch
+        placed = hidden if isinstance(hidden, SharedTensor) and id(hidden.region) in self._placed else None
         for _ in range(TRIES):
             try:
                 run = line.run_of(layer, options.get("weights_version", 0), clock)
-                run.post_plain(0, rows, route)
+                line.post(run, rows, route, placed)
                 found = run.arrived(0, clock.remaining)
             except DeadlineExceeded as late:
                 if not clock.remaining:
@@ -272,7 +220,7 @@ class LaneClient(MoeClient):
             return _reply(run, found, hidden, options.get("output"))
         return None
 
-    def _line(self, rows: Plain, rank: int | None, clock: Clock) -> _Line | None:
+    def _line(self, rows: Plain, rank: int | None, clock: Clock) -> CalledLane | None:
         """A lane for such rows that nobody else uses now: the one that the calling thread had last, if it may
         be. None where there is none, and no other can be had.
         """
@@ -287,29 +235,44 @@ class LaneClient(MoeClient):
             if self._closed or time.monotonic() < self._refused_until:
                 return None
             if self._there >= self._most:
-                if not self._idle:
+                small = self._replaced(rows, rank)
+                if small is None:
                     return None
-                small = self._idle.pop(0)  # of other rows, or another rank's
             else:
                 self._there += 1
         if small is not None:
             small.close()
         return self._attached(rows, rank, clock)
 
-    def _attached(self, rows: Plain, rank: int | None, clock: Clock) -> _Line | None:
-        """A new lane, which is counted already; None where no rank gives one now."""
-        count = len(rows.storage)
-        room = min(self._most_rows, max(FEWEST_ROWS, 1 << (count - 1).bit_length()))
-        wanted = Wanted(
+    def _replaced(self, rows: Plain, rank: int | None) -> CalledLane | None:
+        """An idle lane that goes for another one: it is too small, or was not called for long."""
+        since = time.monotonic() - REFUSED_SECONDS
+        for line in self._idle:
+            wanted = line.lane.wanted
+            if (wanted.dtype, wanted.rank) == (rows.dtype.name, rank) or line.used_at < since:
+                self._idle.remove(line)
+                return line
+        return None
+
+    def _wanted(self, rows: int, dtype: str, rank: int | None, seconds: float) -> Wanted:
+        """A lane by a name that nobody else has."""
+        return Wanted(
             f"calls-{uuid.uuid4().hex[:12]}-{os.getpid()}-{next(_NUMBERS)}",
-            rows=room,
-            dtype=rows.dtype.name,
+            rows=rows,
+            dtype=dtype,
             model=self._model,
             rank=rank,
             any_rank=True,
-            timeout=max(SHORTEST_SECONDS, min(ATTACH_SECONDS, clock.remaining)),
+            timeout=max(SHORTEST_SECONDS, seconds),
             credentials=self._credentials,
         )
+
+    def _attached(self, rows: Plain, rank: int | None, clock: Clock) -> CalledLane | None:
+        """A new lane, which is counted already; None where no rank gives one now."""
+        count = len(rows.storage)
+        room = min(self._most_rows, max(FEWEST_ROWS, 1 << (count - 1).bit_length()))
+        seconds = min(ATTACH_SECONDS, clock.remaining)
+        wanted = self._wanted(room, rows.dtype.name, rank, seconds)
         made: AttachedLane | None = None
         try:
             try:
@@ -318,7 +281,7 @@ class LaneClient(MoeClient):
                 if room == count:
                     raise
                 made = AttachedLane.attach(self.address, replace(wanted, rows=count))
-            return _Line(made)
+            return CalledLane(made)
         except InvalidArgument as refused:
             log.info("calls of %d rows to %s go without a device lane: %s", count, self.address, refused)
             self._most_rows = min(self._most_rows, count - 1)
@@ -331,7 +294,7 @@ class LaneClient(MoeClient):
                     self._there -= 1
         return None
 
-    def _give(self, line: _Line) -> None:
+    def _give(self, line: CalledLane) -> None:
         """Keeps a lane for the next call, unless it is gone."""
         keeps = line.alive
         with self._lock:
@@ -347,7 +310,14 @@ class LaneClient(MoeClient):
 def _reply(run: Pass, found: Plain, hidden: Array | SharedTensor, output: SharedTensor | None) -> Reply:
     """The answer that was found in a lane's memory, where its caller wants it."""
     into = Plain(found.dtype, np.empty_like(found.storage)) if output is None else output.plain
-    copy_into(into.storage, found.storage)
+    if not _same_place(into, found):
+        copy_into(into.storage, found.storage)
     like = hidden.array if isinstance(hidden, SharedTensor) else hidden
     array = restore(into, like) if output is None else output.array
     return Reply(array, run.epoch(0), run.version(0))
+
+
+def _same_place(one: Plain, other: Plain) -> bool:
+    """Whether both are the same memory."""
+    first, second = (array.storage.__array_interface__["data"][0] for array in (one, other))
+    return bool(first == second)

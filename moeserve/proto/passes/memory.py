@@ -7,7 +7,7 @@ from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.futex import Words
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.proto.tensors import Plain
-from moeserve.proto.transports.shared_memory import RemoteRegion
+from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 Room = tuple[Plain, Plain, Plain, Plain]
 """Hidden states, ids int32, weights and logits float32 of a stage's rows, in a mailbox."""
@@ -64,6 +64,12 @@ class LaneMemory:
                 self._made.clear()
             found = self._made[stage, rows] = (hidden, ids, weights, logits), answer
         return found
+
+    def placed(self, stage: int, rows: int, rank: int) -> tuple[SharedTensor, SharedTensor]:
+        """The same places of hidden states and answer as tensors of rank `rank`, whose memory it is."""
+        spec, layout = self.layout.hidden_spec(rows), self.layout
+        hidden = SharedTensor(self._mailbox, layout.columns(stage)[0], spec, rank)
+        return hidden, SharedTensor(self._answers, layout.answer(stage), spec, rank)
 
     @property
     def bytes(self) -> tuple[memoryview, memoryview]:

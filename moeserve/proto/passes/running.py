@@ -35,6 +35,10 @@ class PassLate(MoeError, TimeoutError):
     """The rows of a step did not come in time, and the pass has ended. It may be begun again."""
 
 
+Columns = tuple[Plain | None, Plain | None, Plain | None]
+"""Ids, weights and logits, as far as there are any."""
+
+
 class Announced(NamedTuple):
     """What a rank was told of a pass."""
 
@@ -82,10 +86,20 @@ class Pass:
         room = self.room(stage, count)
         if rows.spec != room[0].spec:
             raise TensorError("hidden", f"{rows.spec}; this lane takes {room[0].spec}")
-        for into, column in zip(room, (rows, *_columns(route, room)), strict=True):
+        columns = _columns(route, room)
+        copy_into(room[0].storage, rows.storage)
+        self._routed(stage, count, columns)
+
+    def post_placed(self, stage: int, count: int, route: Choice | Logits) -> None:
+        """Does as `post`, with hidden states that lie in the stage's `room` already."""
+        self._routed(stage, count, _columns(route, self.room(stage, count)))
+
+    def _routed(self, stage: int, count: int, columns: Columns) -> None:
+        """Says that the stage's rows are there, with these ids, weights and logits."""
+        for into, column in zip(self.room(stage, count)[1:], columns, strict=True):
             if column is not None:
                 copy_into(into.storage, column.storage)
-        self.send(stage, count, logits=isinstance(route, Logits))
+        self.send(stage, count, logits=columns[2] is not None)
 
     def room(self, stage: int, count: int) -> Room:
         """Memory for `count` rows of the stage's next step, to be filled before `send`: hidden states, and
@@ -223,7 +237,7 @@ class Pass:
             self.give_up()
 
 
-def _columns(route: Choice | Logits, room: Room) -> tuple[Plain | None, Plain | None, Plain | None]:
+def _columns(route: Choice | Logits, room: Room) -> Columns:
     """Ids, weights and logits as `room` takes them. Raises TensorError."""
     _, *places = room
     given: dict[str, Plain] = {}
