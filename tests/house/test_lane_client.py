@@ -20,6 +20,7 @@ from houses import Alone, house_config
 
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
+from moeserve.proto.passes import called_lane
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.tensors import TensorError
@@ -133,6 +134,19 @@ def test_what_no_lane_takes_is_said_as_by_other_calls(
     assert isinstance(none, torch.Tensor) and none.shape == (0, hidden.shape[1]) and ordinary.calls == 6
     check(client, alone, 1, 2, seed=6)
     assert ordinary.calls == 6, "the lane goes on"
+
+
+def test_a_caller_who_does_not_rest_has_longer_passes(
+    client: LaneClient, alone: Alone, ordinary: Ordinary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(called_lane, "REST_SECONDS", 30.0)  # a test may be slow
+    batches = [(batch := alone.batch(2, seed=seed), alone.forward(1, *batch)) for seed in range(4)]
+    for turn in range(called_lane.RESTLESS_CALLS + 3 * called_lane.LONG_STEPS):
+        batch, wanted = batches[turn % 4]
+        torch.testing.assert_close(client.forward(1, *batch), wanted, **CLOSE)
+    assert len(line_of(client)._run.layers) == called_lane.LONG_STEPS
+    check(client, alone, 0, 2, seed=3)
+    assert ordinary.calls == 0
 
 
 def test_rows_that_were_placed_in_a_lane_are_not_copied(

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.proto.passes.called_lane import AGREEING_ROUNDS, FEWEST_CALLS, MOST_AGREEING, Rounds
+from moeserve.proto.passes.called_lane import (
+    AGREEING_ROUNDS,
+    FEWEST_CALLS,
+    LONG_STEPS,
+    MOST_AGREEING,
+    REST_SECONDS,
+    RESTLESS_CALLS,
+    Rounds,
+)
 
 
 def rounds(layers: list[int]) -> Rounds:
@@ -58,3 +66,24 @@ def test_after_rounds_that_did_not_hold_more_have_to_agree() -> None:
 def test_a_round_of_a_layer_called_twice_is_found() -> None:
     assert rounds([1, 2, 1, 3] * 3).of(1) == (), "since its last call is no round, another layer begins it"
     assert rounds([1, 2, 1, 3] * 3 + [1]).of(2) == (2, 1, 3, 1)
+
+
+def test_short_rounds_of_a_caller_who_does_not_rest_are_one_pass() -> None:
+    made, now = Rounds(), 5.0
+    for at in range(RESTLESS_CALLS):
+        assert not made.longer(3)
+        made.called(at % 3, now, now + 1e-3)
+        now += 1e-3 + REST_SECONDS / 2
+    made.called(RESTLESS_CALLS % 3, now, now)
+    first = (RESTLESS_CALLS + 1) % 3
+    assert made.longer(3) and not made.longer(LONG_STEPS)
+    assert made.of(first) == tuple((first + at) % 3 for at in range(18))
+    made.called(first, now + 2 * REST_SECONDS, now + 3 * REST_SECONDS)
+    assert not made.longer(3) and len(made.of((first + 1) % 3)) == 3, "it has rested"
+
+
+def test_long_rounds_stay_as_they_are() -> None:
+    made = Rounds()
+    for at in range(200):
+        made.called(at % 58, at * 1e-3, at * 1e-3)
+    assert made.of(200 % 58) == tuple((200 + at) % 58 for at in range(58))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -20,6 +21,12 @@ AGREEING_ROUNDS, MOST_AGREEING, FEWEST_CALLS = 2, 16, 8
 after each pass that ended before it had gone round.
 """
 
+REST_SECONDS, RESTLESS_CALLS, LONG_STEPS = 0.005, 64, 16
+"""From an answer to the next call, which counts as a rest; calls in a row without one, after which short
+rounds are so many steps of one pass: what goes round is launched, and in a group agreed upon, at once. Only
+between two times of all its steps may a pass's caller rest for long.
+"""
+
 
 class Rounds:
     """Over which layers one caller's calls go round."""
@@ -27,9 +34,13 @@ class Rounds:
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=2 * MOST_LAYERS)
         self._agreeing = AGREEING_ROUNDS
+        self._restless = 0  # calls in a row that came soon after the answer before
+        self._answered = -math.inf
 
-    def called(self, layer: int) -> None:
-        """Notes a call."""
+    def called(self, layer: int, at: float = -math.inf, answered: float = -math.inf) -> None:
+        """Notes a call that was made, and answered, at these times of the monotonic clock."""
+        self._restless = self._restless + 1 if at - self._answered < REST_SECONDS else 0
+        self._answered = answered
         self._seen.append(layer)
 
     def held(self, calls: int, layers: int) -> None:
@@ -38,7 +49,9 @@ class Rounds:
         self._agreeing = AGREEING_ROUNDS if kept else min(MOST_AGREEING, 2 * self._agreeing)
 
     def of(self, layer: int) -> tuple[int, ...]:
-        """The layers of the round that a call of `layer` begins; () where the last calls were no rounds."""
+        """The layers of the round that a call of `layer` begins; () where the last calls were no rounds. More
+        than once where the round is short, and its caller does not rest.
+        """
         seen = list(self._seen)
         with suppress(ValueError):
             length = seen[::-1].index(layer) + 1
@@ -46,8 +59,12 @@ class Rounds:
             if length <= MOST_LAYERS and len(seen) >= needed:
                 last, found = seen[-needed:], tuple(seen[-length:])
                 if all(one == found[(at - needed) % length] for at, one in enumerate(last)):
-                    return found
+                    return found * (-(-LONG_STEPS // length) if self._restless >= RESTLESS_CALLS else 1)
         return ()
+
+    def longer(self, layers: int) -> bool:
+        """Whether a pass over so many layers would be one over more if it began now."""
+        return layers < LONG_STEPS and self._restless >= RESTLESS_CALLS
 
 
 class CalledLane:
@@ -74,9 +91,11 @@ class CalledLane:
         MoeError; DeadlineExceeded where the one before it does not end.
         """
         run = self._run
-        wanted = run is not None and self._goes_on and (run.layer(0), self._demanded) == (layer, version)
-        if run is not None and wanted and run.status is None:
-            return run
+        if run is not None and self._goes_on and run.status is None:
+            length = len(run.layers)
+            wanted = (run.layer(0), self._demanded) == (layer, version)
+            if wanted and not (self._calls % length == 0 and self._rounds.longer(length)):
+                return run
         if run is not None:
             if self._goes_on:
                 self._rounds.held(self._calls, len(run.layers))
@@ -97,10 +116,10 @@ class CalledLane:
         else:
             run.post_placed(0, len(rows.storage), route)
 
-    def called(self, layer: int) -> None:
-        """Notes a call that was answered."""
+    def called(self, layer: int, at: float) -> None:
+        """Notes a call that was made at this time, and is answered."""
         self.used_at = time.monotonic()
-        self._rounds.called(layer)
+        self._rounds.called(layer, at, self.used_at)
         self._calls += 1
 
     def drop(self) -> None:

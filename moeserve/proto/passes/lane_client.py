@@ -198,7 +198,7 @@ class LaneClient(MoeClient):
     def _asked(
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
     ) -> Reply | None:
-        layer, hidden, route = batch
+        (layer, hidden, route), began = batch, time.monotonic()
         placed = hidden if isinstance(hidden, SharedTensor) and id(hidden.region) in self._placed else None
         for _ in range(TRIES):
             try:
@@ -216,7 +216,7 @@ class LaneClient(MoeClient):
                     return None
                 line.drop()
                 continue
-            line.called(layer)
+            line.called(layer, began)
             return _reply(run, found, hidden, options.get("output"))
         return None
 
