@@ -12,10 +12,11 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "MoeClient": "moeserve.proto.client",
     "AsyncMoeClient": "moeserve.proto.client",
+    "LaneClient": "moeserve.proto.passes.lane_client",
     "Checkpoint": "moeserve.checkpoints.checkpoint",
 }
 
-__all__ = ["AsyncMoeClient", "Checkpoint", "MoeClient", "__version__"]
+__all__ = ["AsyncMoeClient", "Checkpoint", "LaneClient", "MoeClient", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
