@@ -28,6 +28,10 @@ between two times of all its steps may a pass's caller rest for long.
 """
 
 
+LEAVE_SECONDS = 0.25
+"""For a pass that is left to end, before another begins; a call goes another way after it."""
+
+
 class Rounds:
     """Over which layers one caller's calls go round."""
 
@@ -99,7 +103,7 @@ class CalledLane:
         if run is not None:
             if self._goes_on:
                 self._rounds.held(self._calls, len(run.layers))
-            run.leave(clock.remaining)
+            run.leave(min(clock.remaining, LEAVE_SECONDS))
         layers = self._rounds.of(layer)
         self._goes_on, self._calls, self._demanded = bool(layers), 0, version
         run = self._run = self.lane.begin(

@@ -85,6 +85,7 @@ class LaneClient(MoeClient):
         if lanes < 1:
             raise ValueError(f"lanes={lanes} must be 1 or more; without lanes use MoeClient")
         self._model, self._bound, self._credentials = model, lane, credentials
+        self._spin = Patience.of(timeout).spin or None  # None: as cores are to spare
         self._most = lanes
         self._idle: list[CalledLane] = []
         self._placed: dict[int, CalledLane] = {}  # by the region of rows that were handed out
@@ -264,6 +265,7 @@ class LaneClient(MoeClient):
             rank=rank,
             any_rank=True,
             timeout=max(SHORTEST_SECONDS, seconds),
+            spin=self._spin,
             credentials=self._credentials,
         )
 
