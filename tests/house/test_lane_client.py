@@ -4,6 +4,7 @@ and another way where a lane gives none.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -125,6 +126,17 @@ def test_what_no_lane_takes_is_said_as_by_other_calls(
         client.forward(0, hidden[:, :-1].contiguous(), experts, weights)
     with pytest.raises(TypeError, match="takes no option"):
         client.forward(0, hidden, experts, weights, urgency=1)  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match="4294967"):
+        client.forward(0, hidden, experts.long() + 2**32, weights)
+    with pytest.raises(ValueError, match="weights_version=-1"):
+        client.forward(0, hidden, experts, weights, weights_version=-1)
+    with pytest.raises(TypeError):
+        client.forward(True, hidden, experts, weights)
+    placed = client.allocate(0, tuple(hidden.shape), "fp32")
+    with pytest.raises(ValueError, match=r"lanes \[0, 1\]"):
+        client.forward(0, placed, experts, weights, lane=1)
+    assert ordinary.calls == 7
+    ordinary.calls = 3
     with pytest.raises(MoeError, match="wrong_version"):
         client.forward(0, hidden, experts, weights, weights_version=9)
     assert ordinary.calls == 4
@@ -179,6 +191,10 @@ def test_rows_that_were_placed_in_a_lane_are_not_copied(
     with pytest.raises(MoeError):
         client.call(0, hidden, Choice(experts, weights), output=output, timeout=1.0)
     assert not client._placed
+    for _ in range(2 * LANES):
+        for tensor in client.place(0, 4, "fp32"):
+            tensor.close()
+        assert len(client._placed) == 1, "those that were closed are let go"
     with pytest.raises(InvalidArgument, match=r"step\.lane_rows"):
         client.place(0, 33, "fp32")
     with pytest.raises(NotFound):
@@ -194,7 +210,7 @@ def test_where_all_lanes_are_taken_calls_go_the_other_way(
             stack.enter_context(AttachedLane.attach(house.address, wanted))
         for turn in range(3):
             check(client, alone, 0, 2, seed=turn)
-        assert ordinary.calls == 3 and not client._idle and client._there == 0
+        assert ordinary.calls == 3 and not client._idle and len(client._lines) == 0
     client._refused_until = 0.0
     check(client, alone, 0, 2, seed=4)
     assert ordinary.calls == 3
@@ -221,7 +237,7 @@ def test_a_lane_that_is_detached_by_others_is_given_up(
     check(client, alone, 0, 2, seed=2)
     assert ordinary.calls == 1
     check(client, alone, 0, 2, seed=3)
-    assert ordinary.calls == 1 and client._there == 1, "another one"
+    assert ordinary.calls == 1 and len(client._lines) == 1, "another one"
 
 
 def test_a_rank_that_is_stopped_holds_a_call_no_longer_than_its_deadline(
@@ -242,6 +258,61 @@ def test_a_rank_that_is_stopped_holds_a_call_no_longer_than_its_deadline(
         check(client, alone, turn % 2, 3, seed=turn)
 
 
+def test_a_larger_lane_at_a_stopped_rank_takes_no_longer_than_the_deadline(
+    house: LocalCluster, client: LaneClient, alone: Alone
+) -> None:
+    check(client, alone, 0, 2, seed=1)
+    batch = alone.batch(20, seed=2)
+    os.kill(house.pid(0), signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            client.forward(0, *batch, timeout=0.4)
+        assert time.monotonic() - began < 2.0
+    finally:
+        os.kill(house.pid(0), signal.SIGCONT)
+    check(client, alone, 0, 20, seed=2)
+
+
+def test_a_call_that_is_interrupted_takes_no_lane_with_it(
+    client: LaneClient, alone: Alone, ordinary: Ordinary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*given: object) -> None:
+        raise Interrupted
+
+    for where in ("_tried", "_give"):
+        check(client, alone, 0, 2, seed=1)
+        with monkeypatch.context() as patched, pytest.raises(Interrupted):
+            patched.setattr(client, where, interrupt)
+            client.forward(0, *alone.batch(2, seed=2))
+        gc.collect()
+    before = ordinary.calls
+    check(client, alone, 1, 2, seed=3)
+    assert ordinary.calls == before and len(client._lines) == 1
+
+
+def test_after_a_fork_the_child_uses_no_lane_of_its_parents(
+    client: LaneClient, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(client, alone, 0, 2, seed=1)
+    monkeypatch.setattr(client, "_process", os.getpid() + 1)
+    line = line_of(client)
+    numbers = line.lane.number, line._calls
+    check(client, alone, 0, 2, seed=2)
+    assert (line.lane.number, line._calls) == numbers
+    with pytest.raises(RuntimeError, match="before a fork"):
+        client.place(0, 2, "fp32")
+
+
+def test_who_wants_messages_has_them(house: LocalCluster, alone: Alone, ordinary: Ordinary) -> None:
+    with LaneClient(house.address, timeout=20.0, transport="inline") as client:
+        check(client, alone, 0, 2, seed=1)
+        assert ordinary.calls == 1 and not client._lines
+
+
 def test_threads_share_lanes(house: LocalCluster, alone: Alone) -> None:
     failed: list[BaseException] = []
     with LaneClient(house.address, timeout=20.0, lane=0, lanes=2) as client:
@@ -258,7 +329,7 @@ def test_threads_share_lanes(house: LocalCluster, alone: Alone) -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert not failed and client._there == len(client._idle) <= 2
+        assert not failed and len(client._lines) == len(client._idle) <= 2
     with ExitStack() as stack:
         for at in range(LANES):  # all are free again
             wanted = Wanted(f"later-{at}", dtype="fp32", rows=4, rank=0, timeout=15.0)
@@ -275,7 +346,7 @@ def test_more_rows_than_a_rank_takes_go_the_other_way(
         batch = alone.batch(33, seed=2)
         with suppress(MoeError):  # the rank takes no such call, either
             other.forward(0, *batch)
-        assert ordinary.calls == 1 and other._most_rows == 32 and other._there == 0
+        assert ordinary.calls == 1 and other._most_rows == 32 and not other._lines
         check(other, alone, 0, 32, seed=3)
         assert ordinary.calls == 1
 

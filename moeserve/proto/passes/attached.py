@@ -181,22 +181,25 @@ class AttachedLane:
             time.sleep(REST_LOOK_SECONDS)
         return run.status is not None
 
-    def detach(self) -> None:
+    def detach(self, seconds: float = DETACH_SECONDS) -> None:
         """Has the rank end the lane, and a pass that runs; its memory stays mapped here until `close`.
 
-        It never fails: a rank that is gone has no lane.
+        It never fails: a rank that is gone has no lane. seconds: for its answer; 0: it is not asked, and
+        ends the lane when it sees that this process has let go of the memory.
         """
         if self._detached:
             return
         self._detached = True
+        if seconds <= 0:
+            return
         stub = moe_pb2_grpc.DeviceLaneServiceStub(self._link.channel)  # type: ignore[no-untyped-call]
         request = moe_pb2.DetachLaneRequest(mailbox=self._name)
         with suppress(MoeError):  # the rank sees that the leases end
-            self._link.unary(stub.DetachLane, request, DETACH_SECONDS)
+            self._link.unary(stub.DetachLane, request, seconds)
 
-    def close(self) -> None:
-        """Detaches the lane, and unmaps its memory."""
-        self.detach()
+    def close(self, seconds: float = DETACH_SECONDS) -> None:
+        """Detaches the lane as `detach` does, and unmaps its memory."""
+        self.detach(seconds)
         self.memory.close()
         self._link.close()
 

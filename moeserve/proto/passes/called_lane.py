@@ -8,13 +8,11 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from moeserve.proto.client.batch import Choice, Logits
 from moeserve.proto.client.patience import Clock
 from moeserve.proto.passes.attached import AttachedLane
 from moeserve.proto.passes.mailbox import MOST_LAYERS
 from moeserve.proto.passes.running import Pass
 from moeserve.proto.tensors import Plain
-from moeserve.proto.transports.shared_memory import SharedTensor
 
 AGREEING_ROUNDS, MOST_AGREEING, FEWEST_CALLS = 2, 16, 8
 """Rounds over the same layers, and calls in them, after which a standing pass is begun; twice as many rounds
@@ -111,15 +109,6 @@ class CalledLane:
         )
         return run
 
-    def post(self, run: Pass, rows: Plain, route: Choice | Logits, placed: SharedTensor | None) -> None:
-        """Brings the rows of a call; placed: where they are already. Raises TensorError for what the lane
-        does not take.
-        """
-        if placed is None:
-            run.post_plain(0, rows, route)
-        else:
-            run.post_placed(0, len(rows.storage), route)
-
     def called(self, layer: int, at: float) -> None:
         """Notes a call that was made at this time, and is answered."""
         self.used_at = time.monotonic()
@@ -137,7 +126,7 @@ class CalledLane:
         """Whether the rank keeps the lane."""
         return self.lane.alive
 
-    def close(self) -> None:
-        """Detaches the lane."""
+    def close(self, seconds: float) -> None:
+        """Detaches the lane, for whose rank's answer it waits so long."""
         self.drop()
-        self.lane.close()
+        self.lane.close(seconds)

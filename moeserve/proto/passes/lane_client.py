@@ -18,19 +18,20 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
 
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
-from moeserve.proto.client.patience import Clock, Patience
+from moeserve.proto.client.patience import Clock, Patience, is_whole
 from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, Unavailable
-from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.called_lane import CalledLane
-from moeserve.proto.passes.running import Pass, PassLate
+from moeserve.proto.passes.running import Pass, PassLate, columns_of
 from moeserve.proto.tensors import Array, Plain, TensorError, copy_into, plain, restore
 from moeserve.proto.transports.shared_memory import SharedTensor
 
@@ -62,6 +63,8 @@ _NUMBERS = itertools.count()
 class LaneClient(MoeClient):
     """Calls as MoeClient does, over device lanes where it can. Safe to use from any thread.
 
+    After a fork the child's calls go over no lane; it makes a client of its own for that.
+
     lanes: of this host's ranks, attached by the first calls; each takes one call at a time, and a rank has
     `passes.lanes` of them for all callers. The other arguments, and what calls raise, are MoeClient's. Calls
     over lanes have up to 1024 rows, with weights or logits of float32; the answer is copied to `output`, or
@@ -86,10 +89,12 @@ class LaneClient(MoeClient):
             raise ValueError(f"lanes={lanes} must be 1 or more; without lanes use MoeClient")
         self._model, self._bound, self._credentials = model, lane, credentials
         self._spin = Patience.of(timeout).spin or None  # None: as cores are to spare
+        self._transport, self._process = transport, os.getpid()
         self._most = lanes
         self._idle: list[CalledLane] = []
+        self._lines = weakref.WeakSet[CalledLane]()  # that calls share: one whose call was interrupted goes
+        self._coming = 0  # that are about to be attached
         self._placed: dict[int, CalledLane] = {}  # by the region of rows that were handed out
-        self._there = 0  # lines that are attached, or are about to be
         self._refused_until = 0.0
         self._most_rows = MOST_ROWS  # that a rank was not seen to refuse
         self._closed = False
@@ -118,13 +123,17 @@ class LaneClient(MoeClient):
         MoeError where the rank attaches none, or is not on this host; InvalidArgument for more rows than it
         takes.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError("this client was made before a fork; make another one in this process")
+        for gone in self._swept():
+            gone.close(DETACH_SECONDS)
         line = CalledLane(AttachedLane.attach(self.address, self._wanted(rows, dtype, lane, ATTACH_SECONDS)))
         hidden, output = line.lane.memory.placed(0, rows, lane)
         with self._lock:
             closed = self._closed
             self._placed[id(hidden.region)] = line
         if closed:
-            line.close()
+            line.close(DETACH_SECONDS)
             raise Unavailable("UNAVAILABLE", "", "this client is closed")
         return hidden, output
 
@@ -132,11 +141,22 @@ class LaneClient(MoeClient):
         """Detaches all lanes, closes all connections and gives all regions back."""
         with self._lock:
             self._closed = True
-            idle, self._idle = [*self._idle, *self._placed.values()], []
+            left, self._idle = [*self._idle, *self._placed.values()], []
             self._placed = {}
-        for line in idle:
-            line.close()
-        super().close()
+        until = time.monotonic() + DETACH_SECONDS
+        try:
+            for line in left if os.getpid() == self._process else ():
+                line.close(until - time.monotonic())
+        finally:
+            super().close()
+
+    def _swept(self) -> list[CalledLane]:
+        """Lanes whose tensors were closed; they are no more the client's."""
+        with self._lock:
+            gone = {region: line for region, line in self._placed.items() if not line.alive}
+            for region in gone:
+                del self._placed[region]
+        return list(gone.values())
 
     def _over_a_lane(
         self,
@@ -150,6 +170,8 @@ class LaneClient(MoeClient):
         that lanes do not take.
         """
         dtype, output = options.get("dtype", ""), options.get("output")
+        if not self._may_take(layer, hidden, options):
+            return None
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
         if output is not None and output.spec != rows.spec:
             return None
@@ -160,21 +182,35 @@ class LaneClient(MoeClient):
             try:
                 if line.alive:
                     return self._tried(line, batch, rows, options, clock)
-                self._placed.pop(id(hidden.region), None)
-                line.close()
-                return None
             finally:
                 line.turn.release()
+            for gone in self._swept():
+                gone.close(0.0)
+            return None
         if not 0 < (len(rows.storage) if rows.storage.ndim == 2 else 0) <= self._most_rows:
             return None
-        asked = options.get("lane")
-        found = self._line(rows, self._bound if asked is None else asked, clock)
+        found = self._line(rows, self._rank(options), clock)
         if found is None:
             return None
         try:
             return self._tried(found, batch, rows, options, clock)
         finally:
             self._give(found)
+
+    def _rank(self, options: CallOptions) -> int | None:
+        """Whose lane the call is to go to."""
+        asked = options.get("lane")
+        return self._bound if asked is None else asked
+
+    def _may_take(self, layer: int, hidden: Array | SharedTensor, options: CallOptions) -> bool:
+        """Whether a lane may take the call at all; what is wrong with another one is said elsewhere."""
+        if self._transport == "inline" or os.getpid() != self._process:
+            return False
+        if not is_whole(layer) or not 0 <= options.get("weights_version", 0) < 1 << 64:
+            return False
+        placed = [one for one in (hidden, options.get("output")) if isinstance(one, SharedTensor)]
+        ranks = {one.rank for one in placed} | {self._rank(options)} - {None}
+        return len(ranks) <= 1
 
     def _tried(
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
@@ -199,12 +235,13 @@ class LaneClient(MoeClient):
     def _asked(
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
     ) -> Reply | None:
-        (layer, hidden, route), began = batch, time.monotonic()
-        placed = hidden if isinstance(hidden, SharedTensor) and id(hidden.region) in self._placed else None
+        (layer, hidden, route), began, count = batch, time.monotonic(), len(rows.storage)
+        placed = isinstance(hidden, SharedTensor) and id(hidden.region) in self._placed
+        columns = columns_of(rows, route, line.lane.memory.room(0, count))
         for _ in range(TRIES):
             try:
                 run = line.run_of(layer, options.get("weights_version", 0), clock)
-                line.post(run, rows, route, placed)
+                run.post_columns(0, count, columns, placed=placed)
                 found = run.arrived(0, clock.remaining)
             except DeadlineExceeded as late:
                 if not clock.remaining:
@@ -235,15 +272,19 @@ class LaneClient(MoeClient):
                 return line
             if self._closed or time.monotonic() < self._refused_until:
                 return None
-            if self._there >= self._most:
+            if len(self._lines) + self._coming >= self._most:
                 small = self._replaced(rows, rank)
                 if small is None:
                     return None
-            else:
-                self._there += 1
-        if small is not None:
-            small.close()
-        return self._attached(rows, rank, clock)
+                self._lines.discard(small)
+            self._coming += 1
+        try:
+            if small is not None:
+                small.close(min(DETACH_SECONDS, clock.remaining))
+            return self._attached(rows, rank, clock)
+        finally:
+            with self._lock:
+                self._coming -= 1
 
     def _replaced(self, rows: Plain, rank: int | None) -> CalledLane | None:
         """An idle lane that goes for another one: it is too small, or was not called for long."""
@@ -270,31 +311,27 @@ class LaneClient(MoeClient):
         )
 
     def _attached(self, rows: Plain, rank: int | None, clock: Clock) -> CalledLane | None:
-        """A new lane, which is counted already; None where no rank gives one now."""
+        """A new lane; None where no rank gives one now."""
         count = len(rows.storage)
         room = min(self._most_rows, max(FEWEST_ROWS, 1 << (count - 1).bit_length()))
         seconds = min(ATTACH_SECONDS, clock.remaining)
         wanted = self._wanted(room, rows.dtype.name, rank, seconds)
-        made: AttachedLane | None = None
         try:
             try:
-                made = AttachedLane.attach(self.address, wanted)
+                line = CalledLane(AttachedLane.attach(self.address, wanted))
             except InvalidArgument:  # a rank may not take as many rows as that
                 if room == count:
                     raise
-                made = AttachedLane.attach(self.address, replace(wanted, rows=count))
-            return CalledLane(made)
-        except InvalidArgument as refused:
-            log.info("calls of %d rows to %s go without a device lane: %s", count, self.address, refused)
-            self._most_rows = min(self._most_rows, count - 1)
+                line = CalledLane(AttachedLane.attach(self.address, replace(wanted, rows=count)))
+            self._lines.add(line)
+            return line
         except MoeError as refused:
-            log.info("calls to %s go without a device lane for now: %s", self.address, refused)
-            self._refused_until = time.monotonic() + REFUSED_SECONDS
-        finally:
-            if made is None:
-                with self._lock:
-                    self._there -= 1
-        return None
+            if isinstance(refused, InvalidArgument) and refused.message.startswith("rows:"):
+                self._most_rows = min(self._most_rows, count - 1)
+            else:
+                self._refused_until = time.monotonic() + REFUSED_SECONDS
+            log.info("calls of %d rows to %s have no device lane now: %s", count, self.address, refused)
+            return None
 
     def _give(self, line: CalledLane) -> None:
         """Keeps a lane for the next call, unless it is gone."""
@@ -304,9 +341,9 @@ class LaneClient(MoeClient):
             if keeps:
                 self._idle.append(line)
             else:
-                self._there -= 1
+                self._lines.discard(line)
         if not keeps:
-            line.close()
+            line.close(DETACH_SECONDS if line.alive else 0.0)
 
 
 def _reply(run: Pass, found: Plain, hidden: Array | SharedTensor, output: SharedTensor | None) -> Reply:

@@ -35,8 +35,8 @@ class PassLate(MoeError, TimeoutError):
     """The rows of a step did not come in time, and the pass has ended. It may be begun again."""
 
 
-Columns = tuple[Plain | None, Plain | None, Plain | None]
-"""Ids, weights and logits, as far as there are any."""
+Columns = tuple[Plain, Plain | None, Plain | None, Plain | None]
+"""Hidden states, and ids, weights and logits as far as there are any."""
 
 
 class Announced(NamedTuple):
@@ -78,28 +78,16 @@ class Pass:
         int64 and weights, or logits, of float32. They are copied. Raises TensorError.
         """
         bf16 = self._memory.layout.dtype.name == "bf16"
-        self.post_plain(stage, plain(hidden, "hidden", dtype="bf16" if bf16 else ""), route)
-
-    def post_plain(self, stage: int, rows: Plain, route: Choice | Logits) -> None:
-        """Does as `post`, with rows whose dtype is known."""
+        rows = plain(hidden, "hidden", dtype="bf16" if bf16 else "")
         count = rows.storage.shape[0] if rows.storage.ndim else 0
-        room = self.room(stage, count)
-        if rows.spec != room[0].spec:
-            raise TensorError("hidden", f"{rows.spec}; this lane takes {room[0].spec}")
-        columns = _columns(route, room)
-        copy_into(room[0].storage, rows.storage)
-        self._routed(stage, count, columns)
+        self.post_columns(stage, count, columns_of(rows, route, self.room(stage, count)))
 
-    def post_placed(self, stage: int, count: int, route: Choice | Logits) -> None:
-        """Does as `post`, with hidden states that lie in the stage's `room` already."""
-        self._routed(stage, count, _columns(route, self.room(stage, count)))
-
-    def _routed(self, stage: int, count: int, columns: Columns) -> None:
-        """Says that the stage's rows are there, with these ids, weights and logits."""
-        for into, column in zip(self.room(stage, count)[1:], columns, strict=True):
+    def post_columns(self, stage: int, count: int, columns: Columns, *, placed: bool = False) -> None:
+        """Does as `post` with what `columns_of` its room are. placed: hidden states lie there already."""
+        for into, column in list(zip(self.room(stage, count), columns, strict=True))[placed:]:
             if column is not None:
                 copy_into(into.storage, column.storage)
-        self.send(stage, count, logits=columns[2] is not None)
+        self.send(stage, count, logits=columns[3] is not None)
 
     def room(self, stage: int, count: int) -> Room:
         """Memory for `count` rows of the stage's next step, to be filled before `send`: hidden states, and
@@ -237,21 +225,26 @@ class Pass:
             self.give_up()
 
 
-def _columns(route: Choice | Logits, room: Room) -> Columns:
-    """Ids, weights and logits as `room` takes them. Raises TensorError."""
-    _, *places = room
+def columns_of(rows: Plain, route: Choice | Logits, room: Room) -> Columns:
+    """Hidden states, ids, weights and logits as `room` takes them. Raises TensorError."""
+    hidden, *places = room
+    if rows.spec != hidden.spec:
+        raise TensorError("hidden", f"{rows.spec}; this lane takes {hidden.spec}")
     given: dict[str, Plain] = {}
     if isinstance(route, Choice):
         ids = plain(route.experts, "ids")
         if ids.dtype.name == "int64":
-            ids = Plain(known("ids", "int32"), ids.storage.astype(np.int32))
+            narrow = ids.storage.astype(np.int32)
+            if not np.array_equal(narrow, ids.storage):
+                raise TensorError("ids", "an id is not one of int32")
+            ids = Plain(known("ids", "int32"), narrow)
         given = {"ids": ids, "weights": plain(route.weights, "weights")}
     else:
         given = {"logits": plain(route.logits, "logits")}
     for name, place in zip(("ids", "weights", "logits"), places, strict=True):
         if name in given and given[name].spec != place.spec:
             raise TensorError(name, f"{given[name].spec}; this lane takes {place.spec}")
-    return given.get("ids"), given.get("weights"), given.get("logits")
+    return rows, given.get("ids"), given.get("weights"), given.get("logits")
 
 
 def _failure(status: Status, text: str) -> MoeError:
