@@ -10,13 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from failures import stand_still
 from houses import Alone, house_config
 
 from moeserve.proto.client import Choice, Logits, MoeClient
@@ -240,20 +241,31 @@ def test_a_lane_that_is_detached_by_others_is_given_up(
     assert ordinary.calls == 1 and len(client._lines) == 1, "another one"
 
 
+@contextmanager
+def stopped(house: LocalCluster) -> Iterator[None]:
+    """Rank 0 stands still meanwhile."""
+    stand_still(house.pid(0))
+    try:
+        yield
+    finally:
+        os.kill(house.pid(0), signal.SIGCONT)
+
+
+def late(client: LaneClient, *batch: Any, **options: Any) -> None:
+    """A call that has no answer in its time, and no longer."""
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        client.forward(0, *batch, timeout=0.4, **options)
+    assert time.monotonic() - began < 2.0
+
+
 def test_a_rank_that_is_stopped_holds_a_call_no_longer_than_its_deadline(
     house: LocalCluster, client: LaneClient, alone: Alone
 ) -> None:
     check(client, alone, 0, 2, seed=1)
-    batch = alone.batch(2, seed=2)
-    os.kill(house.pid(0), signal.SIGSTOP)
-    try:
-        for _ in range(2):
-            began = time.monotonic()
-            with pytest.raises(DeadlineExceeded):
-                client.forward(0, *batch, timeout=0.4)
-            assert time.monotonic() - began < 2.0
-    finally:
-        os.kill(house.pid(0), signal.SIGCONT)
+    with stopped(house):
+        late(client, *alone.batch(2, seed=2))
+        late(client, *alone.batch(2, seed=3))
     for turn in range(4):
         check(client, alone, turn % 2, 3, seed=turn)
 
@@ -262,16 +274,33 @@ def test_a_larger_lane_at_a_stopped_rank_takes_no_longer_than_the_deadline(
     house: LocalCluster, client: LaneClient, alone: Alone
 ) -> None:
     check(client, alone, 0, 2, seed=1)
-    batch = alone.batch(20, seed=2)
-    os.kill(house.pid(0), signal.SIGSTOP)
-    try:
-        began = time.monotonic()
-        with pytest.raises(DeadlineExceeded):
-            client.forward(0, *batch, timeout=0.4)
-        assert time.monotonic() - began < 2.0
-    finally:
-        os.kill(house.pid(0), signal.SIGCONT)
+    with stopped(house):
+        late(client, *alone.batch(20, seed=2))
     check(client, alone, 0, 20, seed=2)
+
+
+def test_no_placed_answer_is_written_over_by_that_of_a_call_before(
+    house: LocalCluster, client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    """Whose caller has given it up: until its pass has ended, no other call writes where it may."""
+    hidden, output = client.place(0, 4, "fp32")
+    rows, experts, weights = alone.batch(4, seed=8)
+    hidden.tensor.copy_(rows)
+    client.forward(0, hidden, experts, weights, output=output)
+    with stopped(house):
+        late(client, hidden, experts, weights, output=output)
+        hidden.tensor.copy_(rows * 2)
+        late(client, hidden, experts, weights, output=output)
+        late(client, hidden, experts, weights.double(), output=output)  # which no lane takes
+    assert ordinary.calls == 0
+    hidden.tensor.copy_(rows * 3)
+    client.forward(0, hidden, experts, weights, output=output)
+    wanted = alone.forward(0, rows * 3, experts, weights)
+    for _ in range(3):
+        torch.testing.assert_close(output.tensor, wanted, **CLOSE)
+        time.sleep(0.1)
+    client.forward(0, hidden, experts, weights.to(torch.bfloat16), output=output)
+    assert ordinary.calls == 1
 
 
 def test_a_call_that_is_interrupted_takes_no_lane_with_it(

@@ -55,6 +55,17 @@ def answered(caller: Caller, steps: int) -> None:
     caller.lane.ran(Told(0, (steps, 0), 1), 1)
 
 
+def left_for(two: Caller, one: Caller) -> None:
+    """Two's rows are there and one's, whose turn it is, are not: one is left, and its first step ends so."""
+    answered(one, 1)
+    answered(two, 1)
+    two.bring(0, 1)
+    two.look()
+    Turns.leave([one.lane, two.lane])
+    assert one.mail.lane.abort[0] == YIELD and not two.aborted
+    one.lane.ran(Told(MISFIT, (1, 0)), 1)
+
+
 def test_the_next_step_lies_behind_the_others_before_its_rows_are_there(regions: Regions) -> None:
     one, two = together(regions, 2)
     one.bring(0, 0, count=5)
@@ -81,13 +92,7 @@ def test_the_next_step_lies_behind_the_others_before_its_rows_are_there(regions:
 def test_what_was_launched_in_several_turns_is_left_together(regions: Regions) -> None:
     one, two = both_begun(regions)
     assert one.look() and two.look() and one.look() and two.look()
-    answered(one, 1)
-    answered(two, 1)
-    two.bring(0, 1)
-    two.look()
-    Turns.leave([one.lane, two.lane])
-    assert one.mail.lane.abort[0] == YIELD and not two.aborted
-    one.lane.ran(Told(MISFIT, (1, 0)), 1)
+    left_for(two, one)
     one.bring(0, 1)
     assert not one.look() and one.aborted, "its other step is under way, and computes nothing"
     answered(two, 2)
@@ -109,13 +114,7 @@ def test_a_pass_whose_weights_nobody_knows_has_one_run(regions: Regions) -> None
 def test_who_does_not_come_in_its_turn_is_left_when_others_have(regions: Regions) -> None:
     one, two = both_begun(regions)
     assert one.look() and two.look()
-    answered(one, 1)
-    answered(two, 1)
-    two.bring(0, 1)
-    two.look()
-    Turns.leave([one.lane, two.lane])
-    assert one.mail.lane.abort[0] == YIELD and not two.aborted
-    one.lane.ran(Told(MISFIT, (1, 0)), 1)
+    left_for(two, one)
     assert not one.look() and not one.aborted, "it is launched when its rows are there"
     for step in range(1, 1 + MISSED_STEPS):
         one.bring(0, step)

@@ -47,23 +47,23 @@ class Core(Generic[L]):
 
     def __init__(self, connect: Callable[[str, int], L], settings: Settings) -> None:
         self.lanes: Lanes[L] = Lanes(connect)
-        self._settings = settings
+        self.settings = settings
 
     @property
     def seconds(self) -> float:
         """The timeout of a question to the front door."""
-        return self._settings.patience.seconds
+        return self.settings.patience.seconds
 
     def clock(self, timeout: float | Patience | None) -> Clock:
         """The clock of a call that starts now; None: with the client's own patience."""
-        return Clock(self._settings.patience if timeout is None else Patience.of(timeout))
+        return Clock(self.settings.patience if timeout is None else Patience.of(timeout))
 
     def call(
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
     ) -> ClientCall[L]:
         """A call of its checked arrays. Raises TensorError, and ValueError for tensors of two lanes."""
         batch = ClientBatch.of(layer, hidden, route, options)
-        asked, settings = options.get("lane"), self._settings
+        asked, settings = options.get("lane"), self.settings
         bound = batch.lane(settings.lane if asked is None else asked)
         return ClientCall(batch, self.lanes, settings.model, bound, settings.transport, self.lanes.turn())
 

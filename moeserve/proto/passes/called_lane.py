@@ -9,6 +9,7 @@ from collections import deque
 from contextlib import suppress
 
 from moeserve.proto.client.patience import Clock
+from moeserve.proto.errors import Unavailable
 from moeserve.proto.passes.attached import AttachedLane
 from moeserve.proto.passes.mailbox import MOST_LAYERS
 from moeserve.proto.passes.running import Pass
@@ -27,7 +28,9 @@ between two times of all its steps may a pass's caller rest for long.
 
 
 LEAVE_SECONDS = 0.25
-"""For a pass that is left to end, before another begins; a call goes another way after it."""
+"""For a pass that is left to end, before another begins; a call goes another way after it, unless its answer
+is to lie where that pass may still write one.
+"""
 
 
 class Rounds:
@@ -72,11 +75,12 @@ class Rounds:
 class CalledLane:
     """A lane that is attached, and the pass that runs on it. One thread at a time uses it."""
 
-    def __init__(self, lane: AttachedLane) -> None:
-        self.lane = lane
+    def __init__(self, lane: AttachedLane, *, placed: bool = False) -> None:
+        """placed: its memory is handed out, and calls fill and read it there."""
+        self.lane, self.placed = lane, placed
         self.user = threading.get_ident()  # who called last
         self.used_at = time.monotonic()
-        self.turn = threading.Lock()  # of one whose memory was handed out: a call at a time
+        self.turn = threading.Lock()  # of one that is placed: a call at a time
         self._rounds = Rounds()
         self._run: Pass | None = None
         self._goes_on = False  # it has further steps
@@ -101,7 +105,7 @@ class CalledLane:
         if run is not None:
             if self._goes_on:
                 self._rounds.held(self._calls, len(run.layers))
-            run.leave(min(clock.remaining, LEAVE_SECONDS))
+            run.leave(clock.remaining if self.placed else min(clock.remaining, LEAVE_SECONDS))
         layers = self._rounds.of(layer)
         self._goes_on, self._calls, self._demanded = bool(layers), 0, version
         run = self._run = self.lane.begin(
@@ -120,6 +124,15 @@ class CalledLane:
         self._goes_on = False
         if self._run is not None and self._run.status is None:
             self._run.give_up()
+
+    def rest(self, clock: Clock) -> None:
+        """Ends the pass that runs, and waits until the rank writes no answer of it any more. Raises
+        DeadlineExceeded.
+        """
+        self._goes_on = False
+        if self._run is not None:
+            with suppress(Unavailable):  # the rank is gone
+                self._run.leave(clock.remaining)
 
     @property
     def alive(self) -> bool:

@@ -87,10 +87,7 @@ class LaneClient(MoeClient):
         )
         if lanes < 1:
             raise ValueError(f"lanes={lanes} must be 1 or more; without lanes use MoeClient")
-        self._model, self._bound, self._credentials = model, lane, credentials
-        self._spin = Patience.of(timeout).spin or None  # None: as cores are to spare
-        self._transport, self._process = transport, os.getpid()
-        self._most = lanes
+        self._credentials, self._process, self._most = credentials, os.getpid(), lanes
         self._idle: list[CalledLane] = []
         self._lines = weakref.WeakSet[CalledLane]()  # that calls share: one whose call was interrupted goes
         self._coming = 0  # that are about to be attached
@@ -127,7 +124,8 @@ class LaneClient(MoeClient):
             raise RuntimeError("this client was made before a fork; make another one in this process")
         for gone in self._swept():
             gone.close(DETACH_SECONDS)
-        line = CalledLane(AttachedLane.attach(self.address, self._wanted(rows, dtype, lane, ATTACH_SECONDS)))
+        wanted = self._wanted(rows, dtype, lane, min(ATTACH_SECONDS, self._core.seconds))
+        line = CalledLane(AttachedLane.attach(self.address, wanted), placed=True)
         hidden, output = line.lane.memory.placed(0, rows, lane)
         with self._lock:
             closed = self._closed
@@ -181,7 +179,7 @@ class LaneClient(MoeClient):
                 raise clock.expired()
             try:
                 if line.alive:
-                    return self._tried(line, batch, rows, options, clock)
+                    return self._tried_placed(line, batch, rows, options, clock)
             finally:
                 line.turn.release()
             for gone in self._swept():
@@ -200,17 +198,29 @@ class LaneClient(MoeClient):
     def _rank(self, options: CallOptions) -> int | None:
         """Whose lane the call is to go to."""
         asked = options.get("lane")
-        return self._bound if asked is None else asked
+        return self._core.settings.lane if asked is None else asked
 
     def _may_take(self, layer: int, hidden: Array | SharedTensor, options: CallOptions) -> bool:
         """Whether a lane may take the call at all; what is wrong with another one is said elsewhere."""
-        if self._transport == "inline" or os.getpid() != self._process:
+        if self._core.settings.transport == "inline" or os.getpid() != self._process:
             return False
         if not is_whole(layer) or not 0 <= options.get("weights_version", 0) < 1 << 64:
             return False
         placed = [one for one in (hidden, options.get("output")) if isinstance(one, SharedTensor)]
         ranks = {one.rank for one in placed} | {self._rank(options)} - {None}
         return len(ranks) <= 1
+
+    def _tried_placed(
+        self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
+    ) -> Reply | None:
+        """Does as `_tried`. Where there is no answer, none is written later over that of the other way."""
+        reply: Reply | None = None
+        try:
+            reply = self._tried(line, batch, rows, options, clock)
+        finally:
+            if reply is None:
+                line.rest(clock)
+        return reply
 
     def _tried(
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
@@ -236,12 +246,11 @@ class LaneClient(MoeClient):
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
     ) -> Reply | None:
         (layer, hidden, route), began, count = batch, time.monotonic(), len(rows.storage)
-        placed = isinstance(hidden, SharedTensor) and id(hidden.region) in self._placed
         columns = columns_of(rows, route, line.lane.memory.room(0, count))
         for _ in range(TRIES):
             try:
                 run = line.run_of(layer, options.get("weights_version", 0), clock)
-                run.post_columns(0, count, columns, placed=placed)
+                run.post_columns(0, count, columns, placed=line.placed)
                 found = run.arrived(0, clock.remaining)
             except DeadlineExceeded as late:
                 if not clock.remaining:
@@ -302,11 +311,11 @@ class LaneClient(MoeClient):
             f"calls-{uuid.uuid4().hex[:12]}-{os.getpid()}-{next(_NUMBERS)}",
             rows=rows,
             dtype=dtype,
-            model=self._model,
+            model=self._core.settings.model,
             rank=rank,
             any_rank=True,
             timeout=max(SHORTEST_SECONDS, seconds),
-            spin=self._spin,
+            spin=self._core.settings.patience.spin or None,  # None: as cores are to spare
             credentials=self._credentials,
         )
 

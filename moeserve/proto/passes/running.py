@@ -84,7 +84,8 @@ class Pass:
 
     def post_columns(self, stage: int, count: int, columns: Columns, *, placed: bool = False) -> None:
         """Does as `post` with what `columns_of` its room are. placed: hidden states lie there already."""
-        for into, column in list(zip(self.room(stage, count), columns, strict=True))[placed:]:
+        there = self.room(stage, count)
+        for into, column in zip(there[placed:], columns[placed:], strict=True):  # hidden states are the first
             if column is not None:
                 copy_into(into.storage, column.storage)
         self.send(stage, count, logits=columns[3] is not None)
