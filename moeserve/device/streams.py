@@ -1,10 +1,14 @@
-"""`raw_stream`, `CurrentStream`: torch's current stream, for who launches step after step.
+"""`raw_stream`, `CurrentStream`, `Track`: the stream on which steps are launched, for who launches many.
 
 `torch.cuda.current_stream` makes an object of Python each time. Where a thread has slept before, and its
 caches are cold, that takes as long as to launch a kernel.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,6 +35,51 @@ class CurrentStream:
         if found is None or found[0] != which:
             found = self._found = which, torch.cuda.current_stream(index)
         return found[1]
+
+
+URGENT, MOST_URGENT = -1, -2
+"""Priorities of streams; the default one has 0."""
+
+MAIN, SHORT = TRACKS = 0, 1
+"""Tracks of a device: steps of one follow one another, those of two may run at the same time."""
+
+_here = threading.local()
+
+
+def track() -> int:
+    """The track for which the calling thread launches or records kernels now; what a kernel keeps between its
+    launches is of one track.
+    """
+    return getattr(_here, "track", MAIN)
+
+
+class Track:
+    """A track's stream on one device. Of one thread at a time.
+
+    MAIN is whatever stream is current. SHORT has one of its own, whose kernels go before others: as soon as
+    multiprocessors are free they are theirs.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.stream: torch.cuda.Stream | None = None
+        if number != MAIN:
+            self.stream = torch.cuda.Stream(priority=URGENT)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """What the calling thread launches meanwhile is of this track."""
+        if self.stream is None:
+            yield
+            return
+        before = torch.cuda.current_stream(self.stream.device)
+        torch.cuda.set_stream(self.stream)
+        _here.track = self.number
+        try:
+            yield
+        finally:
+            _here.track = MAIN
+            torch.cuda.set_stream(before)
 
 
 def _index(device: int | None) -> int:

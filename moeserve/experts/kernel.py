@@ -229,6 +229,7 @@ class KernelEntry:
     fewer_schemes: Mapping[str, frozenset[Scheme]] = field(
         default_factory=dict
     )  # by arch, where not all of them
+    apart: bool = False  # keeps nothing between launches that those of two tracks would share
     reference: bool = False  # judges the others; on a GPU it wins only when named
     verified: tuple[str, ...] = ()  # architectures it has really run on
     form: str = ""  # of prepared weights, the same tensors for all kernels of one; empty: nobody else's

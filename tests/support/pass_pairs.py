@@ -47,13 +47,17 @@ class Pair:
         self.runs, self.number = runs, 0
         torch.cuda.synchronize()
 
-    def begin(self) -> int:
-        """A pass of another number, on the caller's side."""
-        torch.cuda.synchronize()
+    def begin(self, *, wait: bool = True) -> int:
+        """A pass of another number, on the caller's side. wait: for the whole device; else nothing of this
+        caller's is under way.
+        """
+        if wait:
+            torch.cuda.synchronize()
         self.number += 1
-        self.table[Word.NUMBER], self.table[Word.ENDED] = self.number, 0
-        self.table[STEPS:].zero_()
-        torch.cuda.synchronize()
+        with torch.cuda.stream(self.here):
+            self.table[Word.NUMBER], self.table[Word.ENDED] = self.number, 0
+            self.table[STEPS:].zero_()
+        self.here.synchronize()
         return self.number
 
     def launch(self, steps: tuple[tuple[int, int], ...], rows: int, **more: int | bool) -> object:

@@ -127,6 +127,7 @@ AWAIT = Arguments(
 COPY = Arguments(
     "WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64", "least": "u64", "again": "int"}
 )
+RELEASE = Arguments("ReleaseArguments", box="u64", stage_bytes="u64", lasting="u64")
 LATE, LOST = 2, 3
 """Statuses of a pass whose rows, or whose answers, do not come."""
 
@@ -146,7 +147,7 @@ def program(record: RowRecord | None = None, *, true_division: bool = True) -> P
     true_division: as `divides_truly` tells of the caller's device.
     """
     memory = source("moeserve.dispatch.peers", "memory.cu")
-    arguments = BRING, FETCH, EXCHANGE, TAKE, POST, COPY, AWAIT
+    arguments = BRING, FETCH, EXCHANGE, TAKE, POST, COPY, AWAIT, RELEASE
     kernels = source("moeserve.dispatch.mail", *arguments, "mail.cu", "caller.cu", "owner.cu")
     if record is None:
         return Program("\n".join((memory, kernels)))
@@ -177,6 +178,7 @@ def load(record: RowRecord | None = None) -> None:
         ("mail_post", POST),
         ("mail_words", COPY),
         ("mail_await", AWAIT),
+        ("mail_release", RELEASE),
     ):
         made.function(name, arguments)
 
@@ -212,6 +214,20 @@ class Words:
         given: dict[str, Argument] = {"from": state, "to": now, "host": host.data_ptr()}
         launch = self._copy.launch_holding if holding else self._copy.launch
         launch(1, WORDS, given | {"least": least, "again": int(again)})
+
+
+class Release:
+    """Releases streams of the current device that wait for a lane's tags."""
+
+    def __init__(self) -> None:
+        self._release = program().function("mail_release", RELEASE)
+
+    def __call__(self, layout: MailLayout, mailbox: int, seconds: float) -> None:
+        """Queues it on the current stream. mailbox: the address of the lane's. seconds: for which it goes on,
+        where the caller writes over what it says.
+        """
+        given = {"box": mailbox, "stage_bytes": layout.stage_bytes, "lasting": int(seconds * 1e9)}
+        self._release.launch(1, layout.stages, given)
 
 
 class CallerKernels:

@@ -77,6 +77,7 @@ MANY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(8, 8),
+    apart=True,
     verified=("sm90",),
     form=FORM,
     family=FAMILY,

@@ -94,6 +94,7 @@ MANY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(32, decode_codes.INNER_MULTIPLE),
+    apart=True,
     verified=("sm90",),
     form=FORM,
     family=FAMILY,

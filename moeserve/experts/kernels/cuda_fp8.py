@@ -70,6 +70,7 @@ MANY = KernelEntry(
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(16, INNER_MULTIPLE),
     e4m3_sums=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
+    apart=True,
     verified=("sm90",),
     form=FORM,
     family=FAMILY,

@@ -112,5 +112,6 @@ ENTRY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(32, 64),
+    apart=True,
     verified=("sm90",),
 )

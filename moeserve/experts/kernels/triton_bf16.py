@@ -50,5 +50,6 @@ ENTRY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton"}),
     multiple_of=(8, 8),
+    apart=True,
     verified=("sm90",),
 )

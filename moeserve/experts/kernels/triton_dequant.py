@@ -188,5 +188,6 @@ ENTRY = KernelEntry(
     activations=COMPUTED,
     archs=frozenset({"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120"}),
     modules=frozenset({"triton"}),
+    apart=True,
     verified=("sm90",),
 )

@@ -126,6 +126,7 @@ ENTRY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton"}),
     multiple_of=(32, 32),
+    apart=True,
     verified=("sm90",),
     form=FORM,
 )

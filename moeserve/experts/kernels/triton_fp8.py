@@ -57,5 +57,6 @@ ENTRY = KernelEntry(
     modules=frozenset({"triton"}),
     multiple_of=(16, 16),
     e4m3_sums=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
+    apart=True,
     verified=("sm90",),
 )

@@ -149,6 +149,10 @@ class LoadMeter:
         """The layer's slots hold other experts from here on: what was counted by slot is forgotten."""
         self._slots[:, layer].zero_()
 
+    def due(self, now: float) -> bool:
+        """Whether `tick` would close the window."""
+        return self._opened is not None and now - self._opened >= self.metering.window_seconds
+
     def tick(self, now: float) -> None:
         """Closes the window when it has been open long enough; `now`: seconds on a clock that only rises."""
         if self._opened is None:

@@ -62,7 +62,7 @@ from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.rank.weights.shadows import Shadows
-from moeserve.runtime.sections import ConfigError
+from moeserve.runtime.sections import ConfigError, PassesConfig
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
@@ -220,7 +220,7 @@ class _RankProcess:
         door.admission = RowAdmission(rows)
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
-        self._runs, why_no_runs = self._runs_of(rank, machine, config.passes.graph_steps)
+        self._runs, why_no_runs = self._runs_of(rank, machine, config.passes)
         self._device_lanes = self._lanes_of(config, served, (door, lane))
         self._device_lanes.why_no_mail = why_no_runs
         self._endpoint = Endpoint(
@@ -298,21 +298,23 @@ class _RankProcess:
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 
-    def _runs_of(self, rank: Rank, machine: Machine, graph_steps: int) -> tuple[MemberRuns | None, str]:
+    def _runs_of(self, rank: Rank, machine: Machine, passes: PassesConfig) -> tuple[MemberRuns | None, str]:
         """What launches steps of callers' GPUs; without it, why there is nothing that does."""
         member = self.member
-        group = self._group_runs = GroupRuns(rank, member.steps.after, RunGraphs(graph_steps))
+        group = self._group_runs = GroupRuns(rank, member.steps.after, RunGraphs(passes.graph_steps))
         member.take_runs(group)
         member.on_leave = group.graphs.drop
         if why := why_not(machine):
             return None, why
         try:
-            runs = MemberRuns(rank, member.between_steps, member.steps.after, lambda: member.joined, group)
+            way = member.between_steps, member.steps.after, lambda: member.joined
+            runs = MemberRuns(rank, *way, group, passes.short_rows)
         except (CompileError, LaunchError) as error:  # the rank serves all other callers
             log.warning("rank %d takes no rows of callers' GPUs: %s", rank.index, error)
             return None, f"the kernels that wait for rows cannot be loaded at this rank: {error}"
         member.on_end, member.on_leave, runs.observe = runs.interrupt, runs.drop, member.steps.ran
-        runs.attend, runs.room = member.steps.attend, lambda: member.steps.room
+        runs.attend, runs.finish_short = member.steps.attend, partial(member.steps.after, short=True)
+        runs.room, member.before_entry = lambda short: member.steps.room(short=short), runs.join
         runs.closed = lambda: member.closed_layers
         rank.runs_held = lambda: runs.held
         return runs, ""

@@ -22,7 +22,7 @@ from moeserve.runtime.planning.memory import (
 class RunsHeld(NamedTuple):
     """What a rank holds of its device for callers' GPUs, and for the runs of their passes."""
 
-    pool: Any = None  # of their graphs
+    pools: tuple[Any, ...] = ()  # of their graphs
     rooms: int = 0  # bytes of torch's memory
     mailboxes: int = 0  # bytes beside torch's memory
 
@@ -43,7 +43,7 @@ def held_bytes(
     held |= dict(zip((DISPATCH, KEPT), buffers, strict=True))
     if device == "cpu":
         return held | {GRAPHS: 0, PASSES: 0, WORKSPACE: 0, CACHED: 0}
-    pools = [one for one in (pool, runs.pool) if one is not None]
+    pools = [one for one in (pool, *runs.pools) if one is not None]
     segments = [segment for one in pools for segment in torch.cuda.memory_snapshot(one)]  # type: ignore[no-untyped-call]
     recorded = sum(int(segment["total_size"]) for segment in segments)
     in_use = sum(int(segment["allocated_size"]) for segment in segments)

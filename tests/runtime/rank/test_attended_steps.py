@@ -265,9 +265,9 @@ def test_a_thread_that_has_to_wait_for_a_step_says_so_before(attending: Attendin
         attending.job(number)
     acts = MOST_RUNS - MOST_UNFINISHED if what == "an act" else 0  # what they leave lies with their callers
     for _ in range(acts):
-        assert attending.steps.room
+        assert attending.steps.room()
         attending.steps.after(lambda: None)
-    assert not away and attending.steps.room is (what == "a step")
+    assert not away and attending.steps.room() is (what == "a step")
     there = list(attending.engines.moments)
     threading.Timer(0.05, lambda: [moment.passed.set() for moment in there]).start()
     if what == "a step":

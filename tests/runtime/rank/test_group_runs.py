@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeserve.device.streams import MAIN
 from moeserve.dispatch.mail.kernels import ABORT, MISFIT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.members import Member, Members
@@ -277,9 +278,11 @@ class Own:
         made = self.runs = PassRuns.__new__(PassRuns)  # whose first act is to load kernels
         made._rank, made._graphs = self, RunGraphs(capture=self.capture)  # type: ignore[assignment]
         kernels = SimpleNamespace(take=self.take, post=self.post)
-        made._kernels_of = lambda layout: kernels  # type: ignore[method-assign,assignment,return-value]
-        rooms = SimpleNamespace(of=lambda layout, rows, kind: LaneInput(*4 * (torch.zeros(rows),)))
-        made._rooms = rooms  # type: ignore[assignment]
+        self.track = SimpleNamespace(
+            number=MAIN,
+            kernels_of=lambda layout: kernels,
+            room=lambda layout, rows, kind: (LaneInput(*4 * (torch.zeros(rows),)), None),
+        )
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.queued.append(("recorded",))
@@ -310,7 +313,7 @@ class Own:
     def work(self, *steps: tuple[int, int], number: int) -> list[tuple[object, ...]]:
         self.queued = []
         key = _key(Run(OwnerLane(LAYOUT, (0, 0), torch.zeros(1), 1.0, torch.zeros(1)), steps, 4, 0))
-        self.runs._work(key, number)
+        self.runs._work(self.track, key, number)  # type: ignore[arg-type]
         return self.queued
 
 

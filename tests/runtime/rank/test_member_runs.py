@@ -28,10 +28,11 @@ RUN = Run(LANE, ((3, 0), (5, 0)), 8, 0, begins=1)
 class Device:
     """In place of PassRuns: what was launched, and how it ends."""
 
-    held = RunsHeld("pool", rooms=100)
+    held = RunsHeld(("pool",), rooms=100)
 
-    def __init__(self, rank: object = None, graphs: object = None) -> None:
-        self.graphs = graphs
+    def __init__(self, rank: object = None, graphs: object = None, short_rows: int = 0) -> None:
+        self.graphs, self.short_rows = graphs, short_rows
+        self.released: list[OwnerLane] = []
         self.launched: list[tuple[Run, tuple[int, int]]] = []
         self.ends: Exception | None = None
         self.fails: Exception | None = None
@@ -53,6 +54,9 @@ class Device:
 
     def recorded(self, run: Run) -> bool:
         return self.known
+
+    def release(self, lane: OwnerLane, seconds: float) -> None:
+        self.released.append(lane)
 
     def drop(self) -> None:
         self.dropped += 1
@@ -182,7 +186,7 @@ def test_what_cannot_be_launched_is_told_by_name(house: House) -> None:
 
 
 def test_what_the_thread_that_launches_begins_is_launched_at_once(house: House) -> None:
-    house.runs.looked_here, house.runs.room = True, lambda: True
+    house.runs.looked_here, house.runs.room = True, lambda short: True
     house.runs.begin(RUN, house.caller, 0)
     assert len(house.device.launched) == 1 and not house.between
     house.end()
@@ -193,7 +197,7 @@ def test_what_the_thread_that_launches_begins_is_launched_at_once(house: House) 
 def test_what_might_keep_a_look_for_long_is_launched_after_it(house: House, why: str) -> None:
     house.runs.begin(RUN, house.caller, 0) if why == "one waits before it" else None
     before = len(house.between)
-    house.runs.looked_here, house.runs.room = why != "another looks", lambda: why != "no room"
+    house.runs.looked_here, house.runs.room = why != "another looks", lambda short: why != "no room"
     house.device.known = why != "not recorded"
     house.runs.begin(RUN, house.caller, 0)
     assert not house.device.launched and len(house.between) == before + 1
@@ -269,16 +273,16 @@ def test_whoever_began_a_run_hears_of_it_once_however_it_ends(house: House) -> N
 
 
 def test_memory_is_freed_when_nothing_runs_that_could_touch_it(house: House) -> None:
-    mail = Mail(LANE, Memory())  # type: ignore[arg-type]
+    mail = Mail(LANE, Memory(), house.device.release)  # type: ignore[arg-type]
     house.runs.begin(RUN, house.caller, 0)
     house.step()
     house.runs.detach(mail)
     house.step()
     assert mail.memory.freed == 0 and house.runs.retired == 1
-    assert house.runs.held == RunsHeld("pool", 100, 30)
+    assert house.runs.held == RunsHeld(("pool",), 100, 30)
     house.end()
     house.step()
-    assert house.runs.held == RunsHeld("pool", 100, 0)
+    assert house.runs.held == RunsHeld(("pool",), 100, 0)
     assert mail.memory.freed == 1 and house.runs.retired == 0 and house.device.forgotten == [LANE]
 
 
@@ -291,7 +295,7 @@ def test_what_was_recorded_goes_when_weights_are_reloaded(house: House) -> None:
 
 
 def test_an_interrupted_run_waits_no_more(house: House) -> None:
-    house.runs._attached.add(Mail(LANE, Memory()))  # type: ignore[arg-type]
+    house.runs._attached.add(Mail(LANE, Memory(), house.device.release))  # type: ignore[arg-type]
     house.runs.interrupt()
     assert int(LANE.abort[0]) == 1
 

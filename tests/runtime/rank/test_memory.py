@@ -123,14 +123,17 @@ def test_what_runs_of_callers_gpus_hold_is_told_apart(
     weights = rank.experts.bank.slots_nbytes
     pools = {
         "steps": [{"total_size": 70, "allocated_size": 50}],
-        "runs": [{"total_size": 9, "allocated_size": 4}],
+        "runs": [{"total_size": 6, "allocated_size": 3}],
+        "short": [{"total_size": 3, "allocated_size": 1}],
     }
     monkeypatch.setattr(torch.cuda, "memory_snapshot", pools.__getitem__)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: weights + 54 + 30 + 1000)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: weights + 79 + 30 + 1000 + 200)
-    held = held_bytes(rank.experts.bank, (0, 0), "cuda", "steps", RunsHeld("runs", rooms=30, mailboxes=500))
+    held = held_bytes(
+        rank.experts.bank, (0, 0), "cuda", "steps", RunsHeld(("runs", "short"), rooms=30, mailboxes=500)
+    )
     assert (held["graphs"], held["passes"], held["workspace"], held["cached"]) == (79, 530, 1000, 200)
-    rank.runs_held = lambda: RunsHeld(None, 30, 500)
+    rank.runs_held = lambda: RunsHeld((), 30, 500)
     assert rank.held_bytes()["passes"] == 0, "there is none on a CPU"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.source import Part
+from moeserve.device.streams import TRACKS, track
 from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernel import KernelSpec
@@ -150,7 +151,7 @@ def step(
         "offsets": batch.offsets,
         "inner_rows": inner,
         "out": out,
-        "made": _made(device),
+        "made": _made(device)[track()],
         "slots": batch.slots,
         "hidden": shape.hidden,
         "inner_size": shape.inner,
@@ -169,10 +170,10 @@ def _function(form: DecodeForm) -> Function:
 
 
 @cache
-def _made(device: torch.device) -> Tensor:
-    """Counts that a launch keeps and its last block clears: blocks that are through, and by slot inner rows.
+def _made(device: torch.device) -> tuple[Tensor, ...]:
+    """Counts that a launch keeps and its last block clears: blocks that are through, and by slot inner rows;
+    by track.
 
-    One serves all launches of a device: a block takes a whole multiprocessor and a launch all that are not
-    held, so that two launches never run at once.
+    One serves all launches of a track of a device, which never run at once.
     """
-    return torch.zeros(1 + MOST_SLOTS, dtype=torch.int32, device=device)
+    return tuple(torch.zeros(1 + MOST_SLOTS, dtype=torch.int32, device=device) for _ in TRACKS)

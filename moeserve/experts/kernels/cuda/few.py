@@ -14,6 +14,7 @@ from moeserve.device.arguments import Argument, Arguments, TensorMap
 from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part
+from moeserve.device.streams import TRACKS, track
 from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
@@ -143,7 +144,7 @@ def step(
         "offsets": batch.offsets,
         "inner_rows": inner,
         "out": out,
-        "turns": _turns(device),
+        "turns": _turns(device)[track()],
         **wait.arguments(),
         "rows": rows,
         "slots": batch.slots,
@@ -205,10 +206,9 @@ def _function(form: FewForm) -> Function:
 
 
 @cache
-def _turns(device: torch.device) -> Tensor:
-    """Blocks that came to the grid's barrier since the process began.
+def _turns(device: torch.device) -> tuple[Tensor, ...]:
+    """Blocks that came to the grid's barrier since the process began, by track.
 
-    One word serves all launches of a device: a block takes a whole multiprocessor and a launch all that are
-    not held, so that two launches never run at once. All have as many blocks.
+    One word serves all launches of a track of a device, which never run at once. All have as many blocks.
     """
-    return torch.zeros(1, dtype=torch.int64, device=device)
+    return tuple(torch.zeros(1, dtype=torch.int64, device=device) for _ in TRACKS)

@@ -11,8 +11,6 @@ that has waited too long is left, and its steps come one by one; so is one launc
 
 from __future__ import annotations
 
-import math
-import threading
 import time
 from collections.abc import Callable
 
@@ -20,8 +18,8 @@ from moeserve.dispatch.mail.kernels import ABORT, CHOICE, MISFIT, YIELD
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
-from moeserve.runtime.doors.passes.announced import Between, Handed, HandedLane, LaneMemory, LaneTerms
-from moeserve.runtime.doors.passes.mail_pass import MailPass, UnderWay, told_end
+from moeserve.runtime.doors.passes.announced import Between, Handed, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.mail_pass import MailPass, PassLane, UnderWay, told_end
 from moeserve.runtime.doors.passes.pauses import Glances
 from moeserve.runtime.doors.passes.turns import Company, Turns
 from moeserve.runtime.rank.graphs import padded_rows
@@ -29,11 +27,14 @@ from moeserve.runtime.rank.runs.mail import Mail
 from moeserve.runtime.rank.runs.member_runs import MemberRuns
 from moeserve.runtime.rank.runs.runs import Run, Told
 
+HELD_PASSES = 1 << 30
+"""Numbers of passes whose tags a stream may wait for: above, a bit of them says that it is released."""
+
 COMPANY_SECONDS = 0.0003
 """For the rows of a pass's other stages, before those that are there are launched alone."""
 
 
-class MailLane(HandedLane):
+class MailLane(PassLane):
     """A lane of a caller's GPU."""
 
     ahead = True  # its steps are launched so
@@ -47,11 +48,9 @@ class MailLane(HandedLane):
         self.turns = Turns()
         self.held = False  # whether no run may begin now
         self.for_calls = 0  # the pass whose next step no run takes: its caller's host brings logits
-        self._pass: MailPass | None = None
         self._usual: tuple[tuple[int, ...], int] | None = None  # layers and stages of a whole forward pass
         self._padded = 0  # rows of the last run of one
         self._glances = Glances(memory.layout)
-        self._lock = threading.Lock()
 
     @property
     def number(self) -> int:
@@ -93,6 +92,7 @@ class MailLane(HandedLane):
     def stirs(self, now: float) -> bool:
         """Whether there may be something to look at. To look takes the interpreter from who launches."""
         run = self._pass
+        self._mail.insist(now)
         if self._glances.stirs(self._box, () if run is None else (self.turns.count, self.company()), now):
             return True
         if run is not None and run.may_rest(now) and run.flying:
@@ -147,21 +147,6 @@ class MailLane(HandedLane):
     def interrupted(self) -> bool:
         """Whether the group has ended since its pass began."""
         return self._mail.interrupted
-
-    @property
-    def waiting_turn(self) -> int:
-        """Of a step that was launched in its turn and waits for its rows; 0: there is none."""
-        with self._lock:
-            return 0 if self._pass is None else self._pass.waiting_turn
-
-    @property
-    def ready_turn(self) -> float:
-        """Of its last run whose rows are there; infinite: it is not launched yet. 0: there is none."""
-        with self._lock:
-            run = self._pass
-            if run is None or run.ends is not None:
-                return 0
-            return math.inf if self._there(run) else run.ready_turn
 
     def _look_for_pass(self, now: float) -> bool:
         before, said = self._last, self._announced()
@@ -230,7 +215,10 @@ class MailLane(HandedLane):
         rows = min(padded_rows(most), self._runs.most_rows)
         begins, kind = 0 if run.begun else run.said.number, headers[0][1]
         least = 0 if there else padded_rows(counts[0]) // 2 + 1
-        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before)
+        short = self._runs.short(rows)
+        if run.moves(short=short):
+            return None
+        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before, short)
         run.slow = run.slow and not run.resting
         early: dict[int, int] | None = None
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
@@ -252,8 +240,9 @@ class MailLane(HandedLane):
         run.waited = run.waited if run.flying else now
         for _, stage in made.steps:
             run.sent[stage] += 1
-        run.begun, run.again, run.since = True, False, now
-        run.under_way.append(UnderWay(self.turns.launched(self), early, in_turn))
+        run.begun, run.again, run.since, run.short = True, False, now, made.short
+        turn = self.turns.launched(self, short=made.short)
+        run.under_way.append(UnderWay(turn, early, in_turn, bool(made.tag)))
         return made
 
     def _in_turn(self, run: MailPass) -> Run | None:
@@ -261,17 +250,28 @@ class MailLane(HandedLane):
         stage had last; None where it is not this lane's turn, or others might wait for long.
         """
         runs = self._runs
-        if not run.takes_turns or self._mail.lane.abort[0] or not self.turns.follows(self):
+        if not run.takes_turns or self._mail.lane.abort[0] or not self.turns.follows(self, short=run.short):
+            return None
+        apart = self.turns.apart(short=run.short)
+        if not self._terms.ahead or not runs.alone or runs.retired or (apart and not self._held_by(run)):
             return None
         under_way = [at for at, steps in enumerate(run.sent) if steps % len(run.said.layers)]
-        if not under_way or not self._terms.ahead or not runs.alone or runs.retired:
+        if not under_way and not (apart and run.steady and run.said.standing):
             return None  # between two forward passes its caller may rest
-        stage = min(under_way, key=run.sent.__getitem__)
+        stage = min(under_way or range(len(run.sent)), key=run.sent.__getitem__)
         count, kind = self._header(stage)
         padded = padded_rows(min(count, self._layout.rows))
         rows, step = min(padded, runs.most_rows), (run.layer(stage), stage)
-        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, padded // 2 + 1)
+        if runs.short(rows) is not run.short:
+            return None
+        tag = tag_of(run.said.number, run.sent[stage]) if apart else 0
+        least = padded // 2 + 1
+        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, least, (), run.short, tag)
         return made if runs.recorded(made) else None
+
+    def _held_by(self, run: MailPass) -> bool:
+        """Whether a stream can wait for the tags of its rows."""
+        return self._runs.awaits_tags and not self._layout.in_host_memory and run.said.number < HELD_PASSES
 
     def _foreseen(self, run: MailPass, there: list[int]) -> bool:
         """Whether a forward pass is launched before the rows of all its stages are there, with as many as the
@@ -306,25 +306,13 @@ class MailLane(HandedLane):
                 continue
             if run.flying == len(awaited) and now - run.waited > self._terms.ahead:
                 if one.in_turn:
+                    run.steady = False
                     self.leave_turn()
                     return
                 run.steady, one.early = False, None
                 self._usual = None if any(there) else self._usual  # a stage does not come
                 self.yield_steps()
             return
-
-    def _header(self, stage: int) -> tuple[int, int]:
-        """Rows and kind of a stage's step, as the caller says to this host; the device asks for itself."""
-        head = self.memory.layout.header(stage)
-        return self._box[head + m.COUNT], min(self._box[head + m.KIND], CHOICE + 1)
-
-    def _there(self, run: MailPass) -> list[int]:
-        """The stages whose next rows have come."""
-        return [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
-
-    def _has_tag(self, run: MailPass, stage: int) -> bool:
-        tag = self._box[self.memory.layout.header(stage) + m.TAG]
-        return bool(tag == tag_of(run.said.number, run.sent[stage]))
 
     # -- as a Pass of the runs ------------------------------------------------------------------------------
 
@@ -368,7 +356,7 @@ class MailLane(HandedLane):
             assert run is not None
             run.under_way.pop()
             run.ends = run.ends or (status, text)
-            self._mail.lane.abort[0] = ABORT  # what was launched before has no use
+            self._mail.say(ABORT)  # what was launched before has no use
             self._concluded()
 
     def _end(self, status: Status, text: str) -> None:
@@ -376,7 +364,7 @@ class MailLane(HandedLane):
         with self._lock:
             if self._pass is not None:
                 self._pass.ends = self._pass.ends or (status, text)
-                self._mail.lane.abort[0] = ABORT
+                self._mail.say(ABORT)
                 self._concluded()
 
     def _concluded(self) -> bool:

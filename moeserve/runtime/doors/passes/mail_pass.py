@@ -1,12 +1,21 @@
-"""`MailPass`: how far a pass of a caller's GPU has come, as an owner's host knows it."""
+"""`MailPass`: how far a pass of a caller's GPU has come, as an owner's host knows it, and `PassLane`."""
 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, field
 
-from moeserve.proto.passes.mailbox import Status
-from moeserve.runtime.doors.passes.announced import Announcement, Between
+from moeserve.dispatch.mail.kernels import CHOICE
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import Status, tag_of
+from moeserve.runtime.doors.passes.announced import (
+    Announcement,
+    Between,
+    HandedLane,
+    LaneMemory,
+    LaneTerms,
+)
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.rank.runs.runs import Told
 
@@ -36,6 +45,7 @@ class UnderWay:
     turn: int  # as `Turns` counts them
     early: dict[int, int] | None  # by stage, steps before it: not all of its rows are there
     in_turn: bool  # one step, launched in its turn before its rows were there
+    on_stream: bool = False  # its stream waits for them, and no kernel
 
     @property
     def waits_in_turn(self) -> bool:
@@ -62,6 +72,7 @@ class MailPass:
     ends: tuple[Status, str] | None = None
     answered: float = -math.inf  # when a run ended last that gave answers
     steady: bool = False  # its caller brings the rows of the next forward pass soon, as it did before
+    short: bool = False  # its steps are on the track of those of few rows, as of the last one
     missed: int = 0  # steps that are launched when their rows are there, since one was left in its turn
 
     @classmethod
@@ -151,6 +162,15 @@ class MailPass:
         return next((one.turn for one in self.under_way if one.waits_in_turn), 0)
 
     @property
+    def on_stream(self) -> bool:
+        """Whether that one waits on its stream."""
+        return next((one.on_stream for one in self.under_way if one.waits_in_turn), False)
+
+    def moves(self, *, short: bool) -> bool:
+        """Whether the next run has to wait, since runs are under way on the other track."""
+        return self.flying > 0 and short is not self.short
+
+    @property
     def ready_turn(self) -> int:
         """Of the last run under way that does not wait in its turn; 0: there is none."""
         return max((one.turn for one in self.under_way if not one.waits_in_turn), default=0)
@@ -160,6 +180,55 @@ class MailPass:
         layers, at = self.said.layers, self.sent[0] % len(self.said.layers)
         last = at + max(1, AHEAD_STEPS // len(self.sent))
         return tuple((layer, stage) for layer in layers[at:last] for stage in range(len(self.sent)))
+
+
+class PassLane(HandedLane):
+    """A lane with such a pass: what of its next rows is there, and what `Turns` asks of it."""
+
+    def __init__(self, memory: LaneMemory, terms: LaneTerms) -> None:
+        super().__init__(memory, terms)
+        self._pass: MailPass | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def waiting_turn(self) -> int:
+        """Of a step that was launched in its turn and waits for its rows; 0: there is none."""
+        with self._lock:
+            return 0 if self._pass is None else self._pass.waiting_turn
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether that one waits on its stream."""
+        with self._lock:
+            return self._pass is not None and self._pass.on_stream
+
+    @property
+    def short(self) -> bool:
+        """Whether its steps are on the track of those of few rows, as of the last one."""
+        run = self._pass
+        return run is not None and run.short
+
+    @property
+    def ready_turn(self) -> float:
+        """Of its last run whose rows are there; infinite: it is not launched yet. 0: there is none."""
+        with self._lock:
+            run = self._pass
+            if run is None or run.ends is not None:
+                return 0
+            return math.inf if self._there(run) else run.ready_turn
+
+    def _header(self, stage: int) -> tuple[int, int]:
+        """Rows and kind of a stage's step, as the caller says to this host; the device asks for itself."""
+        head = self.memory.layout.header(stage)
+        return self._box[head + m.COUNT], min(self._box[head + m.KIND], CHOICE + 1)
+
+    def _there(self, run: MailPass) -> list[int]:
+        """The stages whose next rows have come."""
+        return [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
+
+    def _has_tag(self, run: MailPass, stage: int) -> bool:
+        tag = self._box[self.memory.layout.header(stage) + m.TAG]
+        return bool(tag == tag_of(run.said.number, run.sent[stage]))
 
 
 def told_end(told: Told, patience: float) -> tuple[Status, str]:

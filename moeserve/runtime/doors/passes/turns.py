@@ -3,6 +3,10 @@
 Where only lanes of GPUs want steps, each has its next step launched behind the others' before its rows are
 there: when one ends the next one begins, and no host is between them. Whose rows do not come in its turn is
 left as soon as others' are there, and has a step launched when they are.
+
+Lanes whose steps have few rows and those of more have a track each, and turns of their own. While both
+launch, a step that is launched before its rows waits for them on its stream and on no multiprocessor: the
+other track's kernels may need all of these.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ from itertools import takewhile
 from typing import Protocol
 
 RECENT = 8
-"""Launches back to which a lane counts as one that launches."""
+"""Launches on a track back to which a lane counts as one that launches there."""
+
+APART = 64
+"""Launches back to which lanes of a track count as such that launch, for those of the other."""
 
 
 class Company(Enum):
@@ -37,6 +44,14 @@ class TakesTurns(Protocol):
     def ready_turn(self) -> float:
         """Of its last run whose rows are there; infinite: it is not launched yet. 0: there is none."""
 
+    @property
+    def short(self) -> bool:
+        """Whether its steps are on the track of those of few rows."""
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether what waits in its turn waits on its stream, so that only its track waits behind it."""
+
     def leave_turn(self) -> None:
         """What waits in its turn is left."""
 
@@ -46,29 +61,44 @@ class Turns:
 
     def __init__(self) -> None:
         self._count = 0
-        self._recent = deque[int](maxlen=RECENT)  # lanes that have launched, by id: none is kept for it
+        # by track, lanes that have launched on it, by id: none is kept for it
+        self._recent = deque[int](maxlen=RECENT), deque[int](maxlen=RECENT)
+        self._last = [-math.inf, -math.inf]  # by track: the last launch
 
     @property
     def count(self) -> int:
         """Launches so far."""
         return self._count
 
-    def launched(self, lane: object) -> int:
+    def launched(self, lane: object, *, short: bool = False) -> int:
         """Notes that `lane` has a run launched; its turn, from 1."""
         self._count += 1
-        self._recent.append(id(lane))
+        self._recent[short].append(id(lane))
+        self._last[short] = self._count
         return self._count
 
-    def follows(self, lane: object) -> bool:
-        """Whether all others that have launched lately have done so since `lane` did: it is its turn."""
-        others = {one for one in self._recent if one != id(lane)}
-        return bool(others) and others == set(takewhile(lambda one: one != id(lane), reversed(self._recent)))
+    def apart(self, *, short: bool) -> bool:
+        """Whether lanes launch on the other track, too."""
+        return self._last[not short] > self._count - APART
+
+    def follows(self, lane: object, *, short: bool = False) -> bool:
+        """Whether all others that have launched on the track lately have done so since `lane` did: it is its
+        turn. Where there are none, whether any launch on the other one.
+        """
+        recent = self._recent[short]
+        others = {one for one in recent if one != id(lane)}
+        if not others:
+            return self.apart(short=short)
+        return others == set(takewhile(lambda one: one != id(lane), reversed(recent)))
 
     @staticmethod
     def leave(lanes: Iterable[TakesTurns]) -> None:
-        """Has those left that wait in their turn before others whose rows are there."""
+        """Has those left that wait in their turn, and keep others waiting whose rows are there."""
         there = list(lanes)
-        ready = max((lane.ready_turn for lane in there), default=-math.inf)
+        ready = [(lane.ready_turn, lane.short) for lane in there]
         for lane in there:
-            if 0 < lane.waiting_turn < ready:
+            if (turn := lane.waiting_turn) <= 0:
+                continue
+            short, on_stream = lane.short, lane.on_stream
+            if any(turn < one for one, where in ready if where == short or not on_stream):
                 lane.leave_turn()

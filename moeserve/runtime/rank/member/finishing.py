@@ -47,7 +47,8 @@ class Finishing:
     answers the callers.
 
     A thread of its own does so (`put`), or the one that launches, which keeps a step and looks whether it has
-    ended between two others (`keep`, `finish_ended`). All but `beside` is called by the latter.
+    ended between two others (`keep`, `finish_ended`). All but `beside` is called by the latter. Acts behind
+    short runs, which overtake others on the device, have one more thread (`after`).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Finishing:
     ) -> None:
         self.failed: Callable[[Message, Exception], None] = _nobody_hears  # of a step without an answer
         self._rank, self._send, self._observe = rank, send, observe
-        self._in_order = InOrder("answers")
+        self._in_order, self._short = InOrder("answers"), InOrder("short-runs")
         self._kept = deque[Launched]()
         self._broken = 0  # the generation in which a step failed: it gives out no further answer
         self._untold = False  # whether it was said that the device's timestamps cannot be read
@@ -101,12 +102,19 @@ class Finishing:
             log.exception("step %d could not be finished", launched.header.number)
         return True
 
-    def after(self, act: Callable[[], None]) -> None:
+    def after(self, act: Callable[[], None], *, short: bool = False) -> None:
         """Has `act` done after all that was launched, of which it waits for no more than are more than
-        MOST_RUNS. Raises TimeoutError where they do not end.
+        MOST_RUNS. Raises TimeoutError where they do not end. short: after all acts that were, alone.
         """
+        if short:
+            self._short.put(act, MOST_RUNS)
+            return
         self.hand_over()
         self._in_order.put(act, MOST_RUNS)
+
+    def room(self, *, short: bool) -> bool:
+        """Whether `after` waits for nothing."""
+        return self._short.unfinished < MOST_RUNS if short else not self.full(MOST_RUNS)
 
     def beside(self, act: Callable[[], None]) -> None:
         """Has a small `act` done soon, from any thread; it waits for no step."""
@@ -128,6 +136,7 @@ class Finishing:
         """
         self.hand_over()
         self._in_order.drain()
+        self._short.drain()
 
     def close(self) -> None:
         """Finishes what was launched, and nothing any more."""
@@ -136,6 +145,7 @@ class Finishing:
         except TimeoutError as late:
             log.error("the rank stops: %s", late)
         self._in_order.close()
+        self._short.close()
 
     def hand_over(self) -> None:
         """What is kept is finished by the other thread, as this one may be away for long."""

@@ -112,6 +112,7 @@ class Member:
         self._look: Callable[[], None] = lambda: None
         self._looks_no_more: Callable[[], None] = lambda: None
         self.joined = False  # steps can be launched
+        self.before_entry: Callable[[], None] = lambda: None  # what comes next is no run of a pass
         self.closed_layers = frozenset[int]()  # decoder indices, that members still read
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
@@ -301,6 +302,8 @@ class Member:
     # -- entries, by the executing thread -------------------------------------------------------------------
 
     def _execute(self, entry: Message) -> None:
+        if entry["kind"] != "act":
+            self.before_entry()
         match entry["kind"]:
             case "step":
                 epoch = self._held.epoch

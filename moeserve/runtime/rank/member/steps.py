@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ import torch
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
-from moeserve.runtime.rank.answers import MOST_RUNS, MOST_UNFINISHED, on_host
+from moeserve.runtime.rank.answers import on_host
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
 from moeserve.runtime.rank.member.finishing import Finishing, Launched, Parts
@@ -62,6 +63,7 @@ class MemberSteps:
     ) -> None:
         self._rank, self._lane, self._observe = rank, lane, observe
         self.steps = self.expert_rows = 0  # since the start
+        self._counting = threading.Lock()  # two threads finish
         self.attends = False  # the thread of the steps calls `finish_ended`, while `attended`
         self.away: Callable[[], None] = _nothing  # that thread is about to wait for steps to end
         self.another: Callable[[], bool] = _always  # whether an entry waits for the thread of the steps
@@ -93,7 +95,8 @@ class MemberSteps:
             if self._rank.device != "cpu" and self.another():
                 self._apart = 0  # it came while this thread waited for the device
         elif not (self._keeps(launched) and self._finishing.keep(launched)):
-            self._say_away(MOST_UNFINISHED)
+            if self._finishing.full():
+                self.away()
             self._finishing.put(launched)
         self.report_if_due(generation)
 
@@ -125,11 +128,6 @@ class MemberSteps:
         """Leaves what was kept for `finish_ended` to the thread of answers."""
         self._finishing.hand_over()
 
-    def _say_away(self, most: int) -> None:
-        """Says that the thread of the steps is about to wait, where so much is to be finished."""
-        if self._finishing.full(most):
-            self.away()
-
     def finish_ended(self) -> bool:
         """Answers the callers of the oldest step that was left for that, if it has ended; whether it has."""
         return self._finishing.finish_ended()
@@ -145,7 +143,8 @@ class MemberSteps:
 
     def _count(self, record: StepRecord) -> None:
         """Counts a step that was answered."""
-        self.steps += 1
+        with self._counting:
+            self.steps += 1
         if (rows := record.phases.expert_rows) > 0:  # of a device another thread adds them
             self.expert_rows += rows
         self._observe(record)
@@ -222,18 +221,21 @@ class MemberSteps:
             self.look_after(generation)
 
     def ran(self, steps: int) -> None:
-        """Counts steps that were launched by others on this member's device. By the thread that finishes."""
-        self.steps += steps
+        """Counts steps that were launched by others on this member's device. By any thread that finishes."""
+        with self._counting:
+            self.steps += steps
 
-    def after(self, act: Callable[[], None]) -> None:
-        """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
-        self._say_away(MOST_RUNS)
-        self._finishing.after(act)
+    def after(self, act: Callable[[], None], *, short: bool = False) -> None:
+        """Has `act` done after all that was launched; short: after all acts that were. Raises TimeoutError
+        where that does not end.
+        """
+        if not self.room(short=short):
+            self.away()
+        self._finishing.after(act, short=short)
 
-    @property
-    def room(self) -> bool:
+    def room(self, *, short: bool = False) -> bool:
         """Whether `after` waits for nothing."""
-        return not self._finishing.full(MOST_RUNS)
+        return self._finishing.room(short=short)
 
     def drain(self) -> None:
         """Waits until every launched step has ended, and its callers have their answers.

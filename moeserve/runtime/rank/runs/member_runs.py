@@ -53,7 +53,8 @@ class MemberRuns:
 
     A member that is alone launches them by itself; in a group of several the head orders them, by `group`.
     between: has an act done by the thread that launches steps, between two of them. finish: has one done
-    after the steps that were launched before. serving: whether the group serves.
+    after the steps that were launched before. serving: whether the group serves. short_rows: of steps that
+    have a track of their own, while the member is alone; 0: none has.
     """
 
     def __init__(
@@ -63,15 +64,17 @@ class MemberRuns:
         finish: Callable[[Act], None],
         serving: Callable[[], bool],
         group: GroupRuns,
+        short_rows: int = 0,
     ) -> None:
         self._rank, self._between, self._finish, self._serving = rank, between, finish, serving
-        self._runs = PassRuns(rank, group.graphs)
+        self._runs = PassRuns(rank, group.graphs, short_rows)
         self._group = group
         group.launch, group.flies, group.over = self._runs.launch, self._flies, self._over
         self.closed: Callable[[], Collection[int]] = lambda: ()  # layers that no step may take now
         self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
         self.attend: Act = lambda: None  # has the thread that launches steps look after lanes for a while
-        self.room: Callable[[], bool] = lambda: False  # whether `finish` waits for nothing
+        self.finish_short: Callable[[Act], None] = finish  # has one done after those that it had before
+        self.room: Callable[[bool], bool] = lambda short: False  # whether that one waits for nothing
         self.looked_here = False  # the thread that launches steps looks at lanes, and begins what they want
         self._lock = threading.Lock()
         self._versions: tuple[int, ...] = ()
@@ -112,6 +115,19 @@ class MemberRuns:
         for it, and none may be taken for late.
         """
         return math.inf if self.alone else self._rank.served.patience / 2
+
+    def short(self, rows: int) -> bool:
+        """Whether a step of so many padded rows is on the track of those of few rows."""
+        return rows <= self._runs.short_rows and self.alone
+
+    @property
+    def awaits_tags(self) -> bool:
+        """Whether a run may be launched behind the tag of its rows."""
+        return self._runs.awaits_tags
+
+    def join(self) -> None:
+        """What the thread that launches steps launches next is no run: it follows all runs before."""
+        self._runs.join()
 
     def leads(self, run: Run) -> bool:
         """Whether its steps may be launched before the rows of all are there. In a group of several each has
@@ -172,7 +188,7 @@ class MemberRuns:
             except RuntimeError as error:
                 raise CannotRun(f"the caller's memory for answers cannot be mapped: {error}") from error
             addresses = memory.mine.data_ptr(), there.data_ptr()
-            mail = Mail(self._runs.lane(layout, addresses, patience), memory)
+            mail = Mail(self._runs.lane(layout, addresses, patience), memory, self._runs.release)
             undone.pop_all()
         return self._added(mail)
 
@@ -180,7 +196,8 @@ class MemberRuns:
         """A lane whose mailbox and answers lie in registered memory of this host. Raises RuntimeError."""
         with torch.cuda.device(torch.device(self._rank.device)):
             torch.cuda.current_stream()  # the context is there
-            return self._added(Mail(self._runs.lane(layout, memory.on_device(), patience), memory))
+            lane = self._runs.lane(layout, memory.on_device(), patience)
+            return self._added(Mail(lane, memory, self._runs.release))
 
     def _added(self, mail: Mail) -> Mail:
         with self._lock:
@@ -228,7 +245,7 @@ class MemberRuns:
             with self._lock:
                 at_once = self.looked_here and not self._begun
                 self._begun += 1
-            if at_once and self.room() and self._runs.recorded(run):
+            if at_once and self.room(run.short) and self._runs.recorded(run):
                 self._launch(run, of, version)
             else:
                 self._between(lambda: self._launch(run, of, version))
@@ -277,7 +294,7 @@ class MemberRuns:
         with self._lock:
             for mail in self._attached:
                 mail.interrupted = True
-                mail.lane.abort[0] = ABORT
+                mail.say(ABORT)
         self._group.end()
 
     def _launch(self, run: Run, of: Pass, version: int) -> None:
@@ -300,7 +317,7 @@ class MemberRuns:
             self.attend()
         self._note_full(full=True)
         try:
-            self._finish(lambda: self._ended(flight, of, found))
+            (self.finish_short if run.short else self._finish)(lambda: self._ended(flight, of, found))
         except Exception as error:  # what was launched before does not end
             log.exception("a run of a pass is not waited for")
             why = f"{type(error).__name__}: {error}"

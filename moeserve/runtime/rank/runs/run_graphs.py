@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+from moeserve.device.streams import MAIN
 from moeserve.dispatch.members import Members
 from moeserve.runtime.rank.graphs import Capture, CudaCapture, Replay, absent_lanes
 from moeserve.runtime.sections import PassesConfig
@@ -39,9 +40,11 @@ class RunGraphs:
     """
 
     def __init__(self, most_steps: int = MOST_STEPS, capture: Capture | None = None) -> None:
-        """most_steps: of all recorded runs together; longer runs are not recorded."""
-        self.most_steps, self._cuda = most_steps, CudaCapture()
-        self._capture: Capture = capture or self._cuda
+        """most_steps: of all recorded runs together; longer runs are not recorded. capture: of all tracks;
+        None: each has one of its own, since its graphs run beside others'.
+        """
+        self.most_steps, self._given = most_steps, capture
+        self._cuda = dict[int, CudaCapture]()  # by track
         self._graphs: OrderedDict[Hashable, tuple[Replay, int]] = OrderedDict()  # with its steps
         self._seen = set[Hashable]()  # single steps that were launched
         self._refused = set[Hashable]()  # that could not be recorded
@@ -55,17 +58,19 @@ class RunGraphs:
         return sum(known for _, known in self._graphs.values())
 
     @property
-    def pool(self) -> Any:
-        """The id of the memory pool that the graphs share; None before the first is recorded."""
-        return self._cuda.pool
+    def pools(self) -> tuple[Any, ...]:
+        """The ids of the memory pools that the graphs of each track share."""
+        return tuple(one.pool for one in list(self._cuda.values()) if one.pool is not None)
+
+    def _capture_of(self, track: int) -> Capture:
+        return self._given or self._cuda.setdefault(track, CudaCapture())
 
     def drop(self) -> None:
         """Drops all graphs: what they recorded is about to change."""
         self._graphs.clear()
         self._refused.clear()
         self._seen.clear()
-        if self._capture is self._cuda:
-            self._capture = self._cuda = CudaCapture()
+        self._cuda.clear()
 
     def recorded(self, key: Hashable) -> bool:
         """Whether this has a graph."""
@@ -75,9 +80,12 @@ class RunGraphs:
         """Whether this was recorded, or is a single step that was launched."""
         return key in self._graphs or key in self._seen
 
-    def replay_of(self, key: Hashable, steps: int, work: Callable[[], None]) -> Replay | None:
+    def replay_of(
+        self, key: Hashable, steps: int, work: Callable[[], None], track: int = MAIN
+    ) -> Replay | None:
         """What replays `work`, which has so many steps; it is recorded now where it was not before. None for
         a single step that comes for the first time, and may not come again, and for what cannot be recorded.
+        track: on which it is launched, alike for each key.
         """
         if (found := self._graphs.get(key)) is not None:
             self._graphs.move_to_end(key)
@@ -88,7 +96,7 @@ class RunGraphs:
         if key in self._refused or steps > self.most_steps:
             return None
         try:
-            replay = self._capture(work)
+            replay = self._capture_of(track)(work)
         except RuntimeError as error:
             log.warning("%d steps of a pass: no CUDA graph: %s", steps, error)
             self._refused.add(key)

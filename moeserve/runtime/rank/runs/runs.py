@@ -2,7 +2,8 @@
 
 A run is recorded as one CUDA graph, so that a model's whole forward pass is one launch: a device takes about
 a thousand launches at once, and whoever brings one more waits for the rows of the first. Graphs know no lane:
-the state of the lane whose run it is, with the addresses of its memory, is copied to one place before.
+the state of the lane whose run it is, with the addresses of its memory, is copied to one place before, of the
+track that the run is on.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.device.streams import CurrentStream
-from moeserve.dispatch.mail.kernels import MISFIT, Given, OwnerKernels, Words, load, words
+from moeserve.device.nvrtc import await_tag, can_await
+from moeserve.device.streams import MOST_URGENT
+from moeserve.dispatch.mail.kernels import MISFIT, Release, Words, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.quant.formats import FP8_GROUP
 from moeserve.runtime.planning.passes import may_be_rounded
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.runs.rooms import Rooms
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs, RunLanes
-from moeserve.runtime.step import LaneInput
+from moeserve.runtime.rank.runs.tracks import RunTrack, Tracks
 
 READY_COPIES = 6
 """Of a lane's state, pinned, made with the lane: to pin memory may wait for what waits on the device."""
@@ -55,6 +56,7 @@ class OwnerLane:
     state: Tensor  # int64 [WORDS], on the device
     free: deque[Tensor] = field(default_factory=deque)  # pinned, int64 [WORDS]
     counted: int = 0  # steps of all stages of the pass, as the last run that was read left them
+    held: deque[int] = field(default_factory=deque)  # tags behind which runs were launched that were not read
 
     def begun(self, number: int, steps: tuple[int, ...] = ()) -> Tensor:
         """The state in which pass `number` begins, pinned. steps: of each stage, that were not runs'."""
@@ -82,6 +84,8 @@ class Run(NamedTuple):
     again: bool = False  # steps before it were left, since their rows did not fit
     least: int = 0  # rows that its first step must have, where it is launched before they came; 0: any
     before: tuple[int, ...] = ()  # by stage, of the pass that begins: steps that were computed as calls
+    short: bool = False  # it is on the track of steps of few rows; alike for all of a lane under way
+    tag: int = 0  # of its first step's rows, for which its stream waits, and no kernel; 0: kernels wait
 
 
 class Told(NamedTuple):
@@ -101,6 +105,7 @@ class Flight:
     begins: bool  # a pass
     pinned: list[Tensor]  # the last one holds the state
     first: int = 0  # steps of all stages before it, where a pass begins
+    held: bool = False  # until its rows' tag is there
 
     @property
     def over(self) -> bool:
@@ -117,6 +122,8 @@ class Flight:
         there, lane = self.pinned[-1].tolist(), self.lane
         lane.free.extend(self.pinned)
         self.pinned = []
+        if self.held:
+            lane.held.popleft()
         ended, steps = there[Word.ENDED], tuple(there[STEPS : STEPS + lane.layout.stages])
         before, lane.counted = self.first if self.begins else lane.counted, sum(steps)
         return Told(ended, steps, lane.counted - before if ended in (0, MISFIT) else 0)
@@ -127,37 +134,40 @@ class _Key(NamedTuple):
     steps: tuple[tuple[int, int], ...]
     rows: int
     kind: int
+    short: bool = False
 
 
 def _key(run: Run) -> _Key:
-    return _Key(run.lane.layout, run.steps, run.rows, run.kind)
+    return _Key(run.lane.layout, run.steps, run.rows, run.kind, run.short)
 
 
 class PassRuns:
     """Launches runs of one rank's lanes; one thread uses it, but for `lane`, `known` and `recorded`.
 
-    Runs follow one another on the stream that they are launched on, and the rank's other steps too. In a
-    group of several owners the others launch the same steps, with the same numbers, as `BlankRuns` does.
+    Runs follow one another on their track, and the rank's other steps follow all of them, once `join` says
+    so. In a group of several owners the others launch the same steps, with the same numbers, as `BlankRuns`
+    does; they have one track.
     """
 
-    def __init__(self, rank: Rank, graphs: RunGraphs | None = None) -> None:
+    def __init__(self, rank: Rank, graphs: RunGraphs | None = None, short_rows: int = 0) -> None:
+        """short_rows: of steps that have a track of their own; 0, and where the layers' kernels cannot run
+        beside others: none has.
+        """
         self._rank, self._device = rank, torch.device(rank.device)
-        self._now = words(self._device)  # the state of the lane whose run it is
-        self._rooms = Rooms(self._device)
-        self._kernels: dict[MailLayout, OwnerKernels] = {}
+        apart = all(span.kernel.apart for plan in rank.plans.values() for span in plan.kernels)
         self._graphs = RunGraphs() if graphs is None else graphs
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
         self._lanes = Counter[MailLayout]()
         self._told = deque[Flight]()  # with host memory that a kernel is yet to write
-        self._stream = CurrentStream()
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
         with torch.cuda.device(self._device):
             load()
-            self._words = Words()
+            self._words, self._releases = Words(), Release()
+            self._tracks = Tracks(self._device, short_rows if apart else 0)
+            self._urgent: torch.cuda.Stream = torch.cuda.Stream(priority=MOST_URGENT)  # type: ignore[no-untyped-call]
+            self._can_await = can_await(self._device.index or 0)
             if may_be_rounded(rank.plans.values()):
                 load(RowRecord(FP8_GROUP, rank.served.checkpoint.hidden))
-        self._now[Word.ENDED].zero_()  # a kernel's first launch waits for whatever waits on the device
-        self._now[Word.EPOCH].fill_(0)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -175,7 +185,30 @@ class PassRuns:
     @property
     def held(self) -> RunsHeld:
         """Device memory that is held for runs, by any thread."""
-        return RunsHeld(self._graphs.pool, self._rooms.nbytes)
+        return RunsHeld(self._graphs.pools, sum(track.rooms.nbytes for track in self._tracks))
+
+    @property
+    def short_rows(self) -> int:
+        """Of a step of the track of its own, at most; 0: there is none."""
+        return self._tracks.short_rows
+
+    @property
+    def awaits_tags(self) -> bool:
+        """Whether a run may be launched behind the tag of its rows."""
+        return self._can_await
+
+    def join(self) -> None:
+        """What is launched from here on, and is no run, waits for all runs before, and goes before the next
+        one. By the thread that launches.
+        """
+        self._tracks.join()
+
+    def release(self, lane: OwnerLane, seconds: float = 0.0) -> None:
+        """Releases the streams that wait for a tag of this lane: their kernels find its host's word. From any
+        thread. seconds: for which that is said again, where the caller writes over it.
+        """
+        with torch.cuda.device(self._device), torch.cuda.stream(self._urgent):
+            self._releases(lane.layout, lane.addresses[0], seconds)
 
     def drop(self) -> None:
         """Drops all graphs: what they recorded is about to change."""
@@ -195,8 +228,8 @@ class PassRuns:
     def lane(self, layout: MailLayout, addresses: tuple[int, int], patience: float) -> OwnerLane:
         """An owner's end of a lane; see OwnerLane. Its kernels are loaded, which waits for the device."""
         with self._lock:
-            self._kernels_of(layout)
-            self._rooms.grow(layout, layout.rows)  # now: to allocate may wait for what waits on the device
+            for track in self._tracks:
+                track.prepare(layout)
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         made = OwnerLane(layout, addresses, abort, patience, words(self._device))
         made.free.extend([made.take_pinned() for _ in range(READY_COPIES)])
@@ -206,14 +239,29 @@ class PassRuns:
 
     @torch.no_grad()
     def launch(self, run: Run, stamp: tuple[int, int], number: int = 0) -> Flight:
-        """Queues a run on the current stream. stamp: the epoch, and the version of all its layers' weights.
+        """Queues a run on its track. stamp: the epoch, and the version of all its layers' weights.
         number: of its first step, in a group of several members; 0 in a group of one.
 
         Raises ValueError where a layer's dispatcher reads a count on the host.
         """
+        if (meter := self._rank.meter) is not None:  # before what waits
+            if meter.due(now := time.monotonic()):
+                self.join()
+            meter.tick(now)
+        track = self._tracks.of(short=run.short)
+        self._tracks.begins(track)
+        with track.current():
+            flight = self._launched(track, run, stamp, number)
+        told = self._told
+        while told and (told[0].over or (len(told) > MOST_TOLD and told[0].ended)):
+            told.popleft()
+        told.append(flight)
+        return flight
+
+    def _launched(self, track: RunTrack, run: Run, stamp: tuple[int, int], number: int) -> Flight:
         lane, pinned = run.lane, list[Tensor]()
-        if (meter := self._rank.meter) is not None:
-            meter.tick(time.monotonic())  # before what waits
+        if run.tag:
+            self._await_tag(run)
         if run.begins:
             pinned.append(lane.begun(run.begins, run.before))
             lane.state.copy_(pinned[0], non_blocking=True)
@@ -223,15 +271,23 @@ class PassRuns:
             lane.state[Word.VERSION].fill_(stamp[1])
             self._stamps[lane] = stamp
         how = {"again": run.again, "holding": not number}  # in a group a run may be launched kernel by kernel
-        self._words.begin(lane.state, self._now, pinned[-1], least=run.least, **how)
-        self._work(_key(run), number)
+        self._words.begin(lane.state, track.now, pinned[-1], least=run.least, **how)
+        self._work(track, _key(run), number)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream.get())
-        told = self._told
-        while told and (told[0].over or (len(told) > MOST_TOLD and told[0].ended)):
-            told.popleft()
-        told.append(Flight(event, lane, bool(run.begins), pinned, sum(run.before)))
-        return told[-1]
+        event.record(track.stream)
+        return Flight(event, lane, bool(run.begins), pinned, sum(run.before), bool(run.tag))
+
+    def _await_tag(self, run: Run) -> None:
+        """The current stream waits for the tag of the run's first step, unless its lane is released."""
+        lane, (_, stage) = run.lane, run.steps[0]
+        lane.held.append(run.tag)  # before it waits: who says a word now sees it
+        try:
+            await_tag(lane.addresses[0] + lane.layout.columns(stage)[0], run.tag)
+        except BaseException:
+            lane.held.pop()
+            raise
+        if lane.abort[0]:  # said meanwhile, or before
+            self.release(lane)
 
     def forget(self, lane: OwnerLane) -> None:
         """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""
@@ -240,32 +296,35 @@ class PassRuns:
             self._lanes[lane.layout] -= 1
             if self._lanes[lane.layout] > 0:
                 return
-            del self._lanes[lane.layout], self._kernels[lane.layout]
+            del self._lanes[lane.layout]
+            for track in self._tracks:
+                track.forget(lane.layout)
         self._graphs.forget(lambda key: isinstance(key, _Key) and key.layout == lane.layout)
         with self._lock:
             if not self._lanes:
-                self._rooms.clear()
+                for track in self._tracks:
+                    track.rooms.clear()
 
-    def _work(self, key: _Key, number: int) -> None:
+    def _work(self, track: RunTrack, key: _Key, number: int) -> None:
         """Queues what computes the run: a graph, where it can be recorded. Else it is launched kernel by
         kernel; in a group of one its first steps, since nobody else waits for the others.
         """
         rank = self._rank
 
         def recorded() -> None:
-            self._steps(key, self._lane_rows(key, number).recorded)
+            self._steps(track, key, self._lane_rows(key, number).recorded)
 
-        replay = self._graphs.replay_of(key, len(key.steps), recorded)
+        replay = self._graphs.replay_of(key, len(key.steps), recorded, track.number)
         if replay is not None and not number:
             replay()
             return
         lanes = self._lane_rows(key, number)
         if not number:
-            self._steps(key._replace(steps=key.steps[:FEW_STEPS]), lanes.launched)
+            self._steps(track, key._replace(steps=key.steps[:FEW_STEPS]), lanes.launched)
             return
         steps = [(layer, key.rows) for layer, _ in key.steps]
         if replay is None:
-            self._steps(key, lanes.launched, rank.numbers(steps, number))
+            self._steps(track, key, lanes.launched, rank.numbers(steps, number))
         else:
             rank.expect(steps, number, lanes.absent)
             replay()
@@ -278,23 +337,18 @@ class PassRuns:
         alone = tuple(key.rows if at == lane else 0 for at in range(members.max_lanes))
         return RunLanes(alone, alone, ())
 
-    def _steps(self, key: _Key, lane_rows: tuple[int, ...], numbers: Sequence[int] = ()) -> None:
+    def _steps(
+        self, track: RunTrack, key: _Key, lane_rows: tuple[int, ...], numbers: Sequence[int] = ()
+    ) -> None:
         """numbers: of the steps, where they run at once in a group of several members."""
-        rank, kernels = self._rank, self._kernels_of(key.layout)
-        room = self._rooms.of(key.layout, key.rows, key.kind)
-        route, weights = (room.experts, room.weights) if isinstance(room, LaneInput) else (room.logits, None)
+        rank, kernels = self._rank, track.kernels_of(key.layout)
+        room, given = track.room(key.layout, key.rows, key.kind)
         before: int | None = None
         numbered = zip(key.steps, numbers or [0] * len(key.steps), strict=True)
         for at, ((layer, stage), number) in enumerate(numbered):
             early = before not in (None, stage)  # its rows may be there while the other's answer is posted
-            kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid, early=early)
+            kernels.take(stage, layer, given, room.valid, early=early)
             last, living = at + 1 == len(key.steps), rank.living(layer, key.rows)
             post = partial(kernels.post, stage, living=living, last=last)
             rank.record(layer, room, lane_rows, then=post, number=number)
             before = stage
-
-    def _kernels_of(self, layout: MailLayout) -> OwnerKernels:
-        found = self._kernels.get(layout)
-        if found is None:
-            found = self._kernels[layout] = OwnerKernels(layout, self._now)
-        return found
