@@ -89,7 +89,7 @@ def test_a_short_run_does_not_wait_for_the_rows_of_a_large_one(both: PassRuns, a
     small, large = given(alone, 3, seed=1), given(alone, 40, seed=1)
     for _ in range(3):
         torch.cuda.synchronize()
-        waits = launched(many, 64, begins=many.begin(), tag=many.number + 1 << 32 | 1)
+        waits = launched(many, 64, begins=many.begin(), tag=many.number << 32 | 1)
         flight = launched(few, 4, begins=few.begin(wait=False))
         few.bring(0, 0, small)
         began = time.monotonic()
