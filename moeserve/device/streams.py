@@ -53,6 +53,27 @@ def track() -> int:
     return getattr(_here, "track", MAIN)
 
 
+SPARED = 1
+"""Clusters of a large kernel that leaves room for those of the other track: small ones that follow one another,
+each of which would have to wait for the large one to end.
+"""
+
+
+def spared() -> int:
+    """Clusters by which a grid that would fill the device is smaller, of what is launched or recorded now."""
+    return getattr(_here, "spared", 0)
+
+
+@contextmanager
+def sparing(clusters: int) -> Iterator[None]:
+    """Grids that would fill the device leave so many clusters to others meanwhile."""
+    _here.spared = clusters
+    try:
+        yield
+    finally:
+        _here.spared = 0
+
+
 class Track:
     """A track's stream on one device. Of one thread at a time.
 

@@ -60,4 +60,5 @@ def test_recorded_runs_are_bounded_and_take_what_a_plan_allows(rank: HostedRank,
 
 def rank_pool(runs: PassRuns) -> int:
     """Bytes of the pool that the graphs of `runs` share."""
-    return sum(int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(runs.held.pool))
+    snapshots = [torch.cuda.memory_snapshot(pool) for pool in runs.held.pools]
+    return sum(int(segment["total_size"]) for found in snapshots for segment in found)

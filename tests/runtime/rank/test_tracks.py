@@ -9,7 +9,7 @@ import torch
 from houses import Alone
 from pass_pairs import Pair, expected, given
 
-from moeserve.device.streams import MAIN, SHORT, track
+from moeserve.device.streams import MAIN, SHORT, spared, track
 from moeserve.dispatch.mail.kernels import MISFIT
 from moeserve.dispatch.mail.layout import LINE_BYTES, Word
 from moeserve.runtime.launch.torchrun import HostedRank
@@ -40,19 +40,16 @@ def test_runs_of_both_tracks_have_the_bits_of_steps(both: PassRuns, rank: Hosted
     batches = [(given(alone, 3, seed=seed), given(alone, 40, seed=seed)) for seed in range(12)]
     right = [[expected(rank, 0, one) for one in pair] for pair in batches]
     both.join()
-    for small, large in zip(batches, right, strict=True):
-        flights = [
-            launched(many, 64, begins=many.begin()),
-            launched(few, 4, begins=few.begin(wait=False)),
-        ]
-        many.bring(0, 0, small[1])
-        few.bring(0, 0, small[0])
-        assert torch.equal(few.fetch(0, small[0].hidden), large[0])
-        assert torch.equal(many.fetch(0, small[1].hidden), large[1])
-        assert [pair.told(flight) for pair, flight in zip((many, few), flights, strict=True)] == [
-            Told(0, (1,))
-        ] * 2
-    assert track() == MAIN
+    for turn, (batch, answers) in enumerate(zip(batches, right, strict=True)):
+        begins = many.begin(), few.begin()
+        many.bring(0, 0, batch[1])
+        first = launched(many, 64, begins=begins[0], beside=turn % 2 == 0)
+        second = launched(few, 4, begins=begins[1], beside=True)
+        few.bring(0, 0, batch[0])
+        assert torch.equal(few.fetch(0, batch[0].hidden), answers[0]), turn
+        assert torch.equal(many.fetch(0, batch[1].hidden), answers[1]), turn
+        assert many.told(first) == few.told(second) == Told(0, (1,))
+    assert track() == MAIN and spared() == 0
     for pair in (few, many):
         both.forget(pair.owner)
 
@@ -69,8 +66,9 @@ def test_rows_of_both_tracks_are_counted(both: PassRuns, rank: HostedRank, alone
     both.join()
     times = 30
     for _ in range(times):
-        flights = launched(many, 64, begins=many.begin()), launched(few, 4, begins=few.begin(wait=False))
+        begins = many.begin(), few.begin()
         many.bring(0, 0, batches[1])
+        flights = launched(many, 64, begins=begins[0]), launched(few, 4, begins=begins[1])
         few.bring(0, 0, batches[0])
         for pair, flight in zip((many, few), flights, strict=True):
             assert pair.told(flight) == Told(0, (1,))
@@ -126,6 +124,7 @@ def test_a_stream_that_waits_for_a_tag_is_released(both: PassRuns, alone: Alone,
     batch = given(alone, 3, seed=1)
     flight = launched(pair, 4, begins=pair.begin(), least=3)  # what a step needs is there
     pair.bring(0, 0, batch)
+    pair.fetch(0, batch.hidden)
     assert pair.told(flight) == Told(0, (1,))
     flight = launched(pair, 4, tag=pair.number << 32 | 2, least=3)
     time.sleep(0.05)

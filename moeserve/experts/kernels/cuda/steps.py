@@ -16,6 +16,7 @@ from moeserve.device.nvrtc import Function, LaunchError, Program
 from moeserve.device.residency import held
 from moeserve.device.source import Part
 from moeserve.device.source import source as _text
+from moeserve.device.streams import spared
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 
@@ -121,11 +122,13 @@ class Groups(ABC):
         return grouped
 
     def launch(self, function: Function, block: Block, given: Mapping[str, Argument], across: int) -> None:
-        """Runs a GEMM of `across` tiles a group, on as many clusters as run at once.
+        """Runs a GEMM of `across` tiles a group, on as many clusters as run at once, less those that are
+        spared.
 
         None waits for another: more would be right too, but take a second round.
         """
-        clusters = min(resident_clusters(function, block), self.limit * across)
+        resident = max(1, resident_clusters(function, block) - spared())
+        clusters = min(resident, self.limit * across)
         function.launch(
             clusters * CLUSTER,
             block.threads,

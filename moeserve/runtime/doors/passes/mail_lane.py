@@ -218,7 +218,8 @@ class MailLane(PassLane):
         short = self._runs.short(rows)
         if run.moves(short=short):
             return None
-        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before, short)
+        how = short, not alone and self.turns.apart(short=short)
+        made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before, *how)
         run.slow = run.slow and not run.resting
         early: dict[int, int] | None = None
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
@@ -266,7 +267,7 @@ class MailLane(PassLane):
             return None
         tag = tag_of(run.said.number, run.sent[stage]) if apart else 0
         least = padded // 2 + 1
-        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, least, (), run.short, tag)
+        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, least, (), run.short, apart, tag)
         return made if runs.recorded(made) else None
 
     def _held_by(self, run: MailPass) -> bool:

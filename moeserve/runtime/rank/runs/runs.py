@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moeserve.device.nvrtc import await_tag, can_await
-from moeserve.device.streams import MOST_URGENT
+from moeserve.device.streams import MOST_URGENT, SPARED, sparing
 from moeserve.dispatch.mail.kernels import MISFIT, Release, Words, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import RowRecord
@@ -85,6 +85,7 @@ class Run(NamedTuple):
     least: int = 0  # rows that its first step must have, where it is launched before they came; 0: any
     before: tuple[int, ...] = ()  # by stage, of the pass that begins: steps that were computed as calls
     short: bool = False  # it is on the track of steps of few rows; alike for all of a lane under way
+    beside: bool = False  # runs of the other track come meanwhile: it leaves room for their kernels
     tag: int = 0  # of its first step's rows, for which its stream waits, and no kernel; 0: kernels wait
 
 
@@ -135,10 +136,11 @@ class _Key(NamedTuple):
     rows: int
     kind: int
     short: bool = False
+    beside: bool = False
 
 
 def _key(run: Run) -> _Key:
-    return _Key(run.lane.layout, run.steps, run.rows, run.kind, run.short)
+    return _Key(run.lane.layout, run.steps, run.rows, run.kind, run.short, run.beside and not run.short)
 
 
 class PassRuns:
@@ -250,7 +252,7 @@ class PassRuns:
             meter.tick(now)
         track = self._tracks.of(short=run.short)
         self._tracks.begins(track)
-        with track.current():
+        with track.current(), sparing(SPARED if run.beside and not run.short else 0):
             flight = self._launched(track, run, stamp, number)
         told = self._told
         while told and (told[0].over or (len(told) > MOST_TOLD and told[0].ended)):
