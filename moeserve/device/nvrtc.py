@@ -151,23 +151,6 @@ class Function:
         return {}
 
 
-def can_await(device: int) -> bool:
-    """Whether streams of the device wait for values in its memory, as `await_tag` has them."""
-    driver = _driver()
-    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-    return bool(_check(driver.cuDeviceGetAttribute(kind, device), "64-bit stream memory operations"))
-
-
-def await_tag(address: int, tag: int) -> None:
-    """Has torch's current stream wait until the 64-bit word at `address`, in device memory, is `tag` or more,
-    as signed numbers count. No multiprocessor is held meanwhile, as by a kernel that waits.
-    """
-    driver = _driver()
-    at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-    waits = driver.cuStreamWaitValue64(raw_stream(), address, driver.cuuint64_t(tag), at_least)
-    _check(waits, "a stream that waits for a tag")
-
-
 def tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int = 128, *, dense: bool = False) -> TensorMap:
     """How bulk tensor copies read `tensor [rows, columns]` (contiguous) in boxes of `(rows, columns)`.
 

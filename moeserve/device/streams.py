@@ -37,8 +37,8 @@ class CurrentStream:
         return found[1]
 
 
-URGENT, MOST_URGENT = -1, -2
-"""Priorities of streams; the default one has 0."""
+URGENT = -1
+"""The priority of a stream; the default one has 0."""
 
 MAIN, SHORT = TRACKS = 0, 1
 """Tracks of a device: steps of one follow one another, those of two may run at the same time."""
@@ -54,20 +54,20 @@ def track() -> int:
 
 
 SPARED = 1
-"""Clusters of a large kernel that leaves room for those of the other track: small ones that follow one another,
-each of which would have to wait for the large one to end.
+"""Clusters, or blocks that take a multiprocessor each, that kernels of a track leave to those of the other:
+to small ones, each of which would wait for a large one to end, and to one that waits for a caller's rows.
 """
 
 
 def spared() -> int:
-    """Clusters by which a grid that would fill the device is smaller, of what is launched or recorded now."""
+    """By how many a grid that would fill the device is smaller, of what is launched or recorded now."""
     return getattr(_here, "spared", 0)
 
 
 @contextmanager
-def sparing(clusters: int) -> Iterator[None]:
-    """Grids that would fill the device leave so many clusters to others meanwhile."""
-    _here.spared = clusters
+def sparing(many: int) -> Iterator[None]:
+    """Grids that would fill the device leave room for so many meanwhile."""
+    _here.spared = many
     try:
         yield
     finally:

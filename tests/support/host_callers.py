@@ -40,7 +40,7 @@ class HostCaller(Caller):
         terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append, ahead=AHEAD)
         abort = torch.zeros(1, dtype=torch.int32)
         owner = OwnerLane(LAYOUT, (0, 0), abort, PATIENCE, words(torch.device("cpu")))
-        self.mail = Mail(owner, Memory(), self.release)  # type: ignore[arg-type]
+        self.mail = Mail(owner, Memory())  # type: ignore[arg-type]
         runs = MailLane(memory, terms, (LAYOUT, self.mail), self)  # type: ignore[arg-type]
         both = DeviceLane(memory, terms, self.call), runs
         self.host: HostLane = HostLane(memory, terms, both, lambda: self.can)

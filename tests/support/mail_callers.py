@@ -55,15 +55,13 @@ class Caller(LaneWords):
     most_steps: int = 4096  # of a run that is recorded
     ahead: float = AHEAD
     short_rows: int = 0  # of steps that have a track of their own
-    awaits_tags: bool = True
-    released: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         memory = self.memory_of(self.regions, WORDS_ALONE)
         terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append, ahead=self.ahead)
         abort = torch.zeros(1, dtype=torch.int32)
         owner = OwnerLane(LAYOUT, (0, 0), abort, PATIENCE, words(torch.device("cpu")))
-        self.mail = Mail(owner, Memory(), self.release)  # type: ignore[arg-type]
+        self.mail = Mail(owner, Memory())  # type: ignore[arg-type]
         self.lane: MailLane = MailLane(memory, terms, (LAYOUT, self.mail), self)  # type: ignore[arg-type]
 
     # -- as the member's runs
@@ -79,9 +77,6 @@ class Caller(LaneWords):
 
     def short(self, rows: int) -> bool:
         return rows <= self.short_rows
-
-    def release(self, lane: OwnerLane, seconds: float) -> None:
-        self.released.append(seconds)
 
     def detach(self, mail: Mail) -> None:
         self.detached.append(mail)

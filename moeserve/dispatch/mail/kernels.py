@@ -127,7 +127,6 @@ AWAIT = Arguments(
 COPY = Arguments(
     "WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64", "least": "u64", "again": "int"}
 )
-RELEASE = Arguments("ReleaseArguments", box="u64", stage_bytes="u64", lasting="u64")
 LATE, LOST = 2, 3
 """Statuses of a pass whose rows, or whose answers, do not come."""
 
@@ -147,7 +146,7 @@ def program(record: RowRecord | None = None, *, true_division: bool = True) -> P
     true_division: as `divides_truly` tells of the caller's device.
     """
     memory = source("moeserve.dispatch.peers", "memory.cu")
-    arguments = BRING, FETCH, EXCHANGE, TAKE, POST, COPY, AWAIT, RELEASE
+    arguments = BRING, FETCH, EXCHANGE, TAKE, POST, COPY, AWAIT
     kernels = source("moeserve.dispatch.mail", *arguments, "mail.cu", "caller.cu", "owner.cu")
     if record is None:
         return Program("\n".join((memory, kernels)))
@@ -178,7 +177,6 @@ def load(record: RowRecord | None = None) -> None:
         ("mail_post", POST),
         ("mail_words", COPY),
         ("mail_await", AWAIT),
-        ("mail_release", RELEASE),
     ):
         made.function(name, arguments)
 
@@ -214,20 +212,6 @@ class Words:
         given: dict[str, Argument] = {"from": state, "to": now, "host": host.data_ptr()}
         launch = self._copy.launch_holding if holding else self._copy.launch
         launch(1, WORDS, given | {"least": least, "again": int(again)})
-
-
-class Release:
-    """Releases streams of the current device that wait for a lane's tags."""
-
-    def __init__(self) -> None:
-        self._release = program().function("mail_release", RELEASE)
-
-    def __call__(self, layout: MailLayout, mailbox: int, seconds: float) -> None:
-        """Queues it on the current stream. mailbox: the address of the lane's. seconds: for which it goes on,
-        where the caller writes over what it says.
-        """
-        given = {"box": mailbox, "stage_bytes": layout.stage_bytes, "lasting": int(seconds * 1e9)}
-        self._release.launch(1, layout.stages, given)
 
 
 class CallerKernels:
@@ -323,16 +307,26 @@ class OwnerKernels:
         self._post = made.function("mail_post", POST).bound(always)
         self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, state, Word.MAILBOX, LATE))
 
-    def take(self, stage: int, layer: int, room: Given, valid: Tensor, *, early: bool = False) -> None:
+    def take(
+        self,
+        stage: int,
+        layer: int,
+        room: Given,
+        valid: Tensor,
+        *,
+        early: bool = False,
+        lone: bool = False,
+    ) -> None:
         """Waits on the device for the rows of the stage's next step, and stores them in `room`; `valid` bool
         `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
 
-        early: what was launched right before is a `post` of another stage, beside which this may begin.
+        early: what was launched right before is a `post` of another stage, beside which this may begin. lone:
+        one block alone waits, however few there are: others want the multiprocessors meanwhile.
         """
         layout, padded = self._layout, room.hidden.shape[0]
         logits = 0 if room.weights is not None else room.route.shape[1] // 4
         rows, blocks = _rows(layout, (stage, layer), room), layout.readers_of(padded, logits)
-        awaited, early = blocks > FEW_BLOCKS, early and self._overlaps
+        awaited, early = lone or blocks > FEW_BLOCKS, early and self._overlaps
         if awaited:
             given = {"lines_at": rows["lines_at"], "stage": stage, "early": int(early)}
             self._await.launch(1, MOST_BLOCKS, given, overlapped=self._overlaps)

@@ -136,14 +136,9 @@ class MailLayout:
         return self._lines, _aligned(self.rows * self.mailbox_row_bytes), chosen, chosen, logits
 
     @property
-    def stage_bytes(self) -> int:
-        """Of a stage in the mailbox, which begins with the line of its first block, and that with its tag."""
-        return sum(self._columns)
-
-    @property
     def mailbox_bytes(self) -> int:
         """Of the owner's memory."""
-        return self.stages * self.stage_bytes
+        return self.stages * sum(self._columns)
 
     @property
     def answers_bytes(self) -> int:

@@ -289,7 +289,8 @@ class Own:
         work()
         return lambda: self.queued.append(("replayed",))
 
-    def take(self, stage: int, layer: int, room: object, valid: object, *, early: bool) -> None:
+    def take(self, stage: int, layer: int, room: object, valid: object, *, early: bool, lone: bool) -> None:
+        assert not lone
         self.queued.append(("take", layer, stage))
         self.early.append(early)
 

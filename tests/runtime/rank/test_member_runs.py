@@ -32,7 +32,6 @@ class Device:
 
     def __init__(self, rank: object = None, graphs: object = None, short_rows: int = 0) -> None:
         self.graphs, self.short_rows = graphs, short_rows
-        self.released: list[OwnerLane] = []
         self.launched: list[tuple[Run, tuple[int, int]]] = []
         self.ends: Exception | None = None
         self.fails: Exception | None = None
@@ -54,9 +53,6 @@ class Device:
 
     def recorded(self, run: Run) -> bool:
         return self.known
-
-    def release(self, lane: OwnerLane, seconds: float) -> None:
-        self.released.append(lane)
 
     def drop(self) -> None:
         self.dropped += 1
@@ -273,7 +269,7 @@ def test_whoever_began_a_run_hears_of_it_once_however_it_ends(house: House) -> N
 
 
 def test_memory_is_freed_when_nothing_runs_that_could_touch_it(house: House) -> None:
-    mail = Mail(LANE, Memory(), house.device.release)  # type: ignore[arg-type]
+    mail = Mail(LANE, Memory())  # type: ignore[arg-type]
     house.runs.begin(RUN, house.caller, 0)
     house.step()
     house.runs.detach(mail)
@@ -295,7 +291,7 @@ def test_what_was_recorded_goes_when_weights_are_reloaded(house: House) -> None:
 
 
 def test_an_interrupted_run_waits_no_more(house: House) -> None:
-    house.runs._attached.add(Mail(LANE, Memory(), house.device.release))  # type: ignore[arg-type]
+    house.runs._attached.add(Mail(LANE, Memory()))  # type: ignore[arg-type]
     house.runs.interrupt()
     assert int(LANE.abort[0]) == 1
 

@@ -1,4 +1,4 @@
-"""Two tracks of one GPU: short runs beside large ones, and runs whose streams wait for tags."""
+"""Two tracks of one GPU: short runs beside large ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from houses import Alone
 from pass_pairs import Pair, expected, given
 
 from moeserve.device.streams import MAIN, SHORT, spared, track
-from moeserve.dispatch.mail.kernels import MISFIT
-from moeserve.dispatch.mail.layout import LINE_BYTES, Word
 from moeserve.runtime.launch.torchrun import HostedRank
-from moeserve.runtime.rank.runs.mail import INSIST_SECONDS, Mail
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs
 from moeserve.runtime.rank.runs.runs import PassRuns, Told
 
 pytestmark = pytest.mark.gpu(1)
-YIELD = 2
 SHORT_ROWS = 8
 
 
@@ -82,20 +78,29 @@ def test_rows_of_both_tracks_are_counted(both: PassRuns, rank: HostedRank, alone
 
 
 def test_a_short_run_does_not_wait_for_the_rows_of_a_large_one(both: PassRuns, alone: Alone) -> None:
-    """On one stream it would, until the large one's patience is over."""
-    few, many = Pair(both, alone, stages=1), Pair(both, alone, stages=1, patience=20.0)
-    small, large = given(alone, 3, seed=1), given(alone, 40, seed=1)
-    for _ in range(3):
-        torch.cuda.synchronize()
-        waits = launched(many, 64, begins=many.begin(), tag=many.number << 32 | 1)
-        flight = launched(few, 4, begins=few.begin(wait=False))
-        few.bring(0, 0, small)
+    """On one stream it would, until the large one's patience is over; nor the other way about."""
+    few, many = Pair(both, alone, stages=1, patience=20.0), Pair(both, alone, stages=1, patience=20.0)
+    batches = given(alone, 3, seed=1), given(alone, 40, seed=1)
+    pairs = ((few, batches[0], 4), (many, batches[1], 64))
+    for turn in range(8):
+        begins = [pair.begin() for pair, _, _ in pairs]
+        at = turn % 2 if turn > 3 else None  # who waits; at first what both need is loaded and recorded
+        flights = {}
+        for one, (pair, batch, rows) in sorted(enumerate(pairs), key=lambda item: item[0] != at):
+            if one != at:
+                pair.bring(0, 0, batch)
+            flights[one] = launched(pair, rows, begins=begins[one], beside=True)
         began = time.monotonic()
-        few.here.synchronize()
-        assert few.told(flight) == Told(0, (1,)) and time.monotonic() - began < 5
-        assert not waits.event.query()  # type: ignore[attr-defined]
-        many.bring(0, 0, large)
-        assert many.told(waits) == Told(0, (1,)) and not many.owner.held
+        for one, (pair, batch, _) in enumerate(pairs):
+            if one != at:
+                pair.fetch(0, batch.hidden)
+                assert pair.told(flights[one]) == Told(0, (1,)) and time.monotonic() - began < 5
+        if at is not None:
+            pair, batch, _ = pairs[at]
+            assert not flights[at].event.query()  # type: ignore[attr-defined]
+            pair.bring(0, 0, batch)
+            pair.fetch(0, batch.hidden)
+            assert pair.told(flights[at]) == Told(0, (1,))
     for pair in (few, many):
         both.forget(pair.owner)
 
@@ -103,8 +108,13 @@ def test_a_short_run_does_not_wait_for_the_rows_of_a_large_one(both: PassRuns, a
 def test_what_follows_runs_waits_for_both_tracks(both: PassRuns, alone: Alone) -> None:
     few = Pair(both, alone, stages=1)
     batch = given(alone, 3, seed=1)
+    for _ in range(3):
+        begins = few.begin()
+        few.bring(0, 0, batch)
+        few.fetch(0, batch.hidden)
+        assert few.told(launched(few, 4, begins=begins)) == Told(0, (1,))
     with torch.cuda.stream(few.there):
-        flight = launched(few, 4, begins=few.begin(), tag=few.number << 32 | 1)
+        flight = launched(few, 4, begins=few.begin())
         both.join()
         behind = torch.cuda.Event()
         behind.record()
@@ -114,59 +124,6 @@ def test_what_follows_runs_waits_for_both_tracks(both: PassRuns, alone: Alone) -
     behind.synchronize()
     assert few.told(flight) == Told(0, (1,))
     both.forget(few.owner)
-
-
-@pytest.mark.parametrize("liar", [False, True])
-def test_a_stream_that_waits_for_a_tag_is_released(both: PassRuns, alone: Alone, liar: bool) -> None:
-    """Also where its caller writes its tag all the time."""
-    pair = Pair(both, alone, stages=1, patience=20.0)
-    mail = Mail(pair.owner, None, both.release)  # type: ignore[arg-type]
-    batch = given(alone, 3, seed=1)
-    flight = launched(pair, 4, begins=pair.begin(), least=3)  # what a step needs is there
-    pair.bring(0, 0, batch)
-    pair.fetch(0, batch.hidden)
-    assert pair.told(flight) == Told(0, (1,))
-    flight = launched(pair, 4, tag=pair.number << 32 | 2, least=3)
-    time.sleep(0.05)
-    assert not flight.event.query() and list(pair.owner.held) == [pair.number << 32 | 2]  # type: ignore[attr-defined]
-    writer = torch.cuda.Stream()
-    at = pair.layout.columns(0)[0]
-    tag = pair.box[at : at + 8].view(torch.int64)
-    if liar:
-        with torch.cuda.stream(writer):
-            for _ in range(20_000):
-                tag.zero_()
-    mail.say(YIELD)
-    until = time.monotonic() + 10
-    while not flight.event.query() and time.monotonic() < until:  # type: ignore[attr-defined]
-        mail.insist(time.monotonic())
-        time.sleep(INSIST_SECONDS / 4)
-    assert pair.told(flight).ended == MISFIT and not pair.owner.held
-    mail.say(0)
-    writer.synchronize()
-    flight = launched(pair, 4, again=True)
-    pair.bring(0, 0, batch)
-    pair.fetch(0, batch.hidden)
-    assert pair.told(flight) == Told(0, (2,)), "its next rows are read as they always were"
-    both.forget(pair.owner)
-
-
-def test_a_tag_that_is_there_when_its_stream_is_released_stays_true(both: PassRuns, alone: Alone) -> None:
-    pair = Pair(both, alone, stages=1)
-    batch = given(alone, 3, seed=1)
-    begins = pair.begin()
-    pair.bring(0, 0, batch)
-    torch.cuda.synchronize()
-    both.release(pair.owner)
-    torch.cuda.synchronize()
-    at = pair.layout.columns(0)[0]
-    words = pair.box[at : at + LINE_BYTES].view(torch.int64)
-    assert int(words[0]) == (begins << 32 | 1) | 1 << 62
-    flight = launched(pair, 4, begins=begins, tag=begins << 32 | 1)
-    answer = pair.fetch(0, batch.hidden)
-    assert pair.told(flight) == Told(0, (1,)) and not torch.isnan(answer).any()
-    assert int(pair.owner.state[Word.TAKEN]) == 3
-    both.forget(pair.owner)
 
 
 def test_tracks_do_not_share_what_kernels_keep(both: PassRuns) -> None:

@@ -30,7 +30,6 @@ enum { ANSWER_TAG, ANSWER_EPOCH, ANSWER_VERSION };  // words of an answer's head
 #define HOST_POLLS 8 // likewise, where the tag is read over PCIe itself
 #define LONGEST_POST 1000000000  // nanoseconds
 #define MOST_SAID 0x7fffffffu    // of a number in a header of host memory; larger ones are as wrong
-#define RELEASED (1ull << 62)  // in a tag: who waits for it, or for an earlier one, waits no more; it says nothing of rows
 #define AT_ONCE 4    // words that a thread asks for before it waits for the first
 
 DEVICE u64 load_acquire(const u64* at) {
@@ -38,9 +37,6 @@ DEVICE u64 load_acquire(const u64* at) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
-
-// A line's tag, whether its owner's host has released who waits for it or not.
-DEVICE u64 tag_in(const Line* line) { return load_acquire(&line->tag) & ~RELEASED; }
 
 DEVICE void store_release(u64* at, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
@@ -160,7 +156,7 @@ template <u32 LOOK = POLLS>
 DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late, u64 took = 0) {
   const u64 began = nanoseconds();
   const u32* abort = (const u32*)words[ABORT];
-  for (u32 polls = 1; tag_in(line) != (tag & ~RELEASED); ++polls) {
+  for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
     if (polls % LOOK && (polls > 1 || threadIdx.x)) continue;
     if (word(words, ENDED)) return false;
     const u32 said = abort ? load_relaxed(abort) : 0;

@@ -15,7 +15,7 @@ struct Said {
 
 // Reads a line as it is. It is the step's whose tag it has.
 DEVICE Said read_line(const Line* line, int stage, bool host) {
-  Said found = {tag_in(line)};
+  Said found = {load_acquire(&line->tag)};
   if (host) {
     const u32 of = said(line, HEADER_STAGE);
     found.layer = said(line, HEADER_LAYER), found.kind = said(line, HEADER_KIND), found.count = said(line, HEADER_COUNT);
@@ -74,7 +74,7 @@ DEVICE void look(Next& next, u64* words, u64 number, const Line* line, int stage
 // Waits until the step is there for which a first look has been; what it says of itself is in `next` then. One thread calls it.
 DEVICE bool await_next(Next& next, u64* words, const Line* line, int stage, u64 late, u64 behind, bool host) {
   if (next.ended) return false;
-  if (next.found.tag == (next.tag & ~RELEASED)) return true;
+  if (next.found.tag == next.tag) return true;
   const bool there = host ? await_tag<HOST_POLLS>(line, next.tag, words, late, behind)
                           : await_tag(line, next.tag, words, late, behind);
   if (there) next.found = read_line(line, stage, host);
@@ -294,16 +294,6 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
   else if (threadIdx.x == LEAST && (args.least || args.again)) value = args.least;
   else if (threadIdx.x == ENDED && args.again) value = 0;
   args.to[threadIdx.x] = value;
-}
-
-// Releases streams that wait for a tag of this lane, each stage by a thread, for so many nanoseconds: a caller may write
-// its tags all the time. A caller's tag that is there stays true, and the next one that it writes is as it always was.
-extern "C" __global__ void mail_release(const __grid_constant__ ReleaseArguments args) {
-  const u64 began = nanoseconds();
-  u64* tag = &((Line*)((u8*)args.box + threadIdx.x * args.stage_bytes))->tag;
-  do {
-    atomicOr(tag, RELEASED);
-  } while (nanoseconds() - began < args.lasting);
 }
 
 // The owner's and the caller's. One block waits for all lines of a step, before a kernel of many blocks is launched: waiting

@@ -13,7 +13,7 @@ from torch import Tensor
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.source import Part
-from moeserve.device.streams import TRACKS, track
+from moeserve.device.streams import TRACKS, spared, track
 from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernel import KernelSpec
@@ -159,7 +159,7 @@ def step(
         **numbers(shape.activation),
     }
     function = _function(form)
-    blocks = CLUSTER * resident_clusters(function, Block(THREADS, form.shared))
+    blocks = CLUSTER * max(1, resident_clusters(function, Block(THREADS, form.shared)) - spared())
     function.launch(blocks, THREADS, given, shared=form.shared, cluster=CLUSTER, cooperative=True)
     return out
 

@@ -14,7 +14,7 @@ from moeserve.device.arguments import Argument, Arguments, TensorMap
 from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part
-from moeserve.device.streams import TRACKS, track
+from moeserve.device.streams import SPARED, TRACKS, spared, track
 from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
@@ -144,7 +144,7 @@ def step(
         "offsets": batch.offsets,
         "inner_rows": inner,
         "out": out,
-        "turns": _turns(device)[track()],
+        "turns": _turns(device)[track(), spared()],
         **wait.arguments(),
         "rows": rows,
         "slots": batch.slots,
@@ -154,7 +154,9 @@ def step(
         **_weights(gate_up, down),
     }
     threads = form.tile.workers * 128 + HELPER_WARPS * 32
-    _function(form).launch(resident_blocks(device), threads, given, shared=form.shared, cooperative=True)
+    _function(form).launch(
+        resident_blocks(device) - spared(), threads, given, shared=form.shared, cooperative=True
+    )
     return out
 
 
@@ -206,9 +208,13 @@ def _function(form: FewForm) -> Function:
 
 
 @cache
-def _turns(device: torch.device) -> tuple[Tensor, ...]:
-    """Blocks that came to the grid's barrier since the process began, by track.
+def _turns(device: torch.device) -> dict[tuple[int, int], Tensor]:
+    """Blocks that came to the grid's barrier since the process began, by track, and by how many are spared.
 
-    One word serves all launches of a track of a device, which never run at once. All have as many blocks.
+    One word serves all launches of these on a device, which never run at once, and have as many blocks.
     """
-    return tuple(torch.zeros(1, dtype=torch.int64, device=device) for _ in TRACKS)
+    return {
+        (at, spared): torch.zeros(1, dtype=torch.int64, device=device)
+        for at in TRACKS
+        for spared in (0, SPARED)
+    }

@@ -27,9 +27,6 @@ from moeserve.runtime.rank.runs.mail import Mail
 from moeserve.runtime.rank.runs.member_runs import MemberRuns
 from moeserve.runtime.rank.runs.runs import Run, Told
 
-HELD_PASSES = 1 << 30
-"""Numbers of passes whose tags a stream may wait for: above, a bit of them says that it is released."""
-
 COMPANY_SECONDS = 0.0003
 """For the rows of a pass's other stages, before those that are there are launched alone."""
 
@@ -92,7 +89,6 @@ class MailLane(PassLane):
     def stirs(self, now: float) -> bool:
         """Whether there may be something to look at. To look takes the interpreter from who launches."""
         run = self._pass
-        self._mail.insist(now)
         if self._glances.stirs(self._box, () if run is None else (self.turns.count, self.company()), now):
             return True
         if run is not None and run.may_rest(now) and run.flying:
@@ -243,7 +239,7 @@ class MailLane(PassLane):
             run.sent[stage] += 1
         run.begun, run.again, run.since, run.short = True, False, now, made.short
         turn = self.turns.launched(self, short=made.short)
-        run.under_way.append(UnderWay(turn, early, in_turn, bool(made.tag)))
+        run.under_way.append(UnderWay(turn, early, in_turn, made.beside))
         return made
 
     def _in_turn(self, run: MailPass) -> Run | None:
@@ -254,7 +250,7 @@ class MailLane(PassLane):
         if not run.takes_turns or self._mail.lane.abort[0] or not self.turns.follows(self, short=run.short):
             return None
         apart = self.turns.apart(short=run.short)
-        if not self._terms.ahead or not runs.alone or runs.retired or (apart and not self._held_by(run)):
+        if not self._terms.ahead or not runs.alone or runs.retired:
             return None
         under_way = [at for at, steps in enumerate(run.sent) if steps % len(run.said.layers)]
         if not under_way and not (apart and run.steady and run.said.standing):
@@ -265,14 +261,9 @@ class MailLane(PassLane):
         rows, step = min(padded, runs.most_rows), (run.layer(stage), stage)
         if runs.short(rows) is not run.short:
             return None
-        tag = tag_of(run.said.number, run.sent[stage]) if apart else 0
         least = padded // 2 + 1
-        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, least, (), run.short, apart, tag)
+        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, least, (), run.short, apart)
         return made if runs.recorded(made) else None
-
-    def _held_by(self, run: MailPass) -> bool:
-        """Whether a stream can wait for the tags of its rows."""
-        return self._runs.awaits_tags and not self._layout.in_host_memory and run.said.number < HELD_PASSES
 
     def _foreseen(self, run: MailPass, there: list[int]) -> bool:
         """Whether a forward pass is launched before the rows of all its stages are there, with as many as the
@@ -357,7 +348,7 @@ class MailLane(PassLane):
             assert run is not None
             run.under_way.pop()
             run.ends = run.ends or (status, text)
-            self._mail.say(ABORT)  # what was launched before has no use
+            self._mail.lane.abort[0] = ABORT  # what was launched before has no use
             self._concluded()
 
     def _end(self, status: Status, text: str) -> None:
@@ -365,7 +356,7 @@ class MailLane(PassLane):
         with self._lock:
             if self._pass is not None:
                 self._pass.ends = self._pass.ends or (status, text)
-                self._mail.say(ABORT)
+                self._mail.lane.abort[0] = ABORT
                 self._concluded()
 
     def _concluded(self) -> bool:

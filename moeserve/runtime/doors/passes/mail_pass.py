@@ -45,7 +45,7 @@ class UnderWay:
     turn: int  # as `Turns` counts them
     early: dict[int, int] | None  # by stage, steps before it: not all of its rows are there
     in_turn: bool  # one step, launched in its turn before its rows were there
-    on_stream: bool = False  # its stream waits for them, and no kernel
+    beside: bool = False  # it leaves the other track what that needs
 
     @property
     def waits_in_turn(self) -> bool:
@@ -162,9 +162,9 @@ class MailPass:
         return next((one.turn for one in self.under_way if one.waits_in_turn), 0)
 
     @property
-    def on_stream(self) -> bool:
-        """Whether that one waits on its stream."""
-        return next((one.on_stream for one in self.under_way if one.waits_in_turn), False)
+    def beside(self) -> bool:
+        """Whether that one leaves the other track what it needs."""
+        return next((one.beside for one in self.under_way if one.waits_in_turn), False)
 
     def moves(self, *, short: bool) -> bool:
         """Whether the next run has to wait, since runs are under way on the other track."""
@@ -197,10 +197,10 @@ class PassLane(HandedLane):
             return 0 if self._pass is None else self._pass.waiting_turn
 
     @property
-    def on_stream(self) -> bool:
-        """Whether that one waits on its stream."""
+    def beside(self) -> bool:
+        """Whether that one leaves the other track what it needs."""
         with self._lock:
-            return self._pass is not None and self._pass.on_stream
+            return self._pass is not None and self._pass.beside
 
     @property
     def short(self) -> bool:

@@ -5,8 +5,7 @@ there: when one ends the next one begins, and no host is between them. Whose row
 left as soon as others' are there, and has a step launched when they are.
 
 Lanes whose steps have few rows and those of more have a track each, and turns of their own. While both
-launch, a step that is launched before its rows waits for them on its stream and on no multiprocessor: the
-other track's kernels may need all of these.
+launch, a step leaves room on the device for one of the other track's that waits for its rows.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class TakesTurns(Protocol):
         """Whether its steps are on the track of those of few rows."""
 
     @property
-    def on_stream(self) -> bool:
-        """Whether what waits in its turn waits on its stream, so that only its track waits behind it."""
+    def beside(self) -> bool:
+        """Whether what waits in its turn keeps nobody of the other track waiting."""
 
     def leave_turn(self) -> None:
         """What waits in its turn is left."""
@@ -99,6 +98,6 @@ class Turns:
         for lane in there:
             if (turn := lane.waiting_turn) <= 0:
                 continue
-            short, on_stream = lane.short, lane.on_stream
-            if any(turn < one for one, where in ready if where == short or not on_stream):
+            short, beside = lane.short, lane.beside
+            if any(turn < one for one, where in ready if where == short or not beside):
                 lane.leave_turn()

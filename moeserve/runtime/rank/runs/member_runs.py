@@ -120,11 +120,6 @@ class MemberRuns:
         """Whether a step of so many padded rows is on the track of those of few rows."""
         return rows <= self._runs.short_rows and self.alone
 
-    @property
-    def awaits_tags(self) -> bool:
-        """Whether a run may be launched behind the tag of its rows."""
-        return self._runs.awaits_tags
-
     def join(self) -> None:
         """What the thread that launches steps launches next is no run: it follows all runs before."""
         self._runs.join()
@@ -188,7 +183,7 @@ class MemberRuns:
             except RuntimeError as error:
                 raise CannotRun(f"the caller's memory for answers cannot be mapped: {error}") from error
             addresses = memory.mine.data_ptr(), there.data_ptr()
-            mail = Mail(self._runs.lane(layout, addresses, patience), memory, self._runs.release)
+            mail = Mail(self._runs.lane(layout, addresses, patience), memory)
             undone.pop_all()
         return self._added(mail)
 
@@ -197,7 +192,7 @@ class MemberRuns:
         with torch.cuda.device(torch.device(self._rank.device)):
             torch.cuda.current_stream()  # the context is there
             lane = self._runs.lane(layout, memory.on_device(), patience)
-            return self._added(Mail(lane, memory, self._runs.release))
+            return self._added(Mail(lane, memory))
 
     def _added(self, mail: Mail) -> Mail:
         with self._lock:
@@ -294,7 +289,7 @@ class MemberRuns:
         with self._lock:
             for mail in self._attached:
                 mail.interrupted = True
-                mail.say(ABORT)
+                mail.lane.abort[0] = ABORT
         self._group.end()
 
     def _launch(self, run: Run, of: Pass, version: int) -> None:

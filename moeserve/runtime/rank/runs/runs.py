@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import await_tag, can_await
-from moeserve.device.streams import MOST_URGENT, SPARED, sparing
-from moeserve.dispatch.mail.kernels import MISFIT, Release, Words, load, words
+from moeserve.device.streams import SPARED, sparing
+from moeserve.dispatch.mail.kernels import MISFIT, Words, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.quant.formats import FP8_GROUP
@@ -56,7 +55,6 @@ class OwnerLane:
     state: Tensor  # int64 [WORDS], on the device
     free: deque[Tensor] = field(default_factory=deque)  # pinned, int64 [WORDS]
     counted: int = 0  # steps of all stages of the pass, as the last run that was read left them
-    held: deque[int] = field(default_factory=deque)  # tags behind which runs were launched that were not read
 
     def begun(self, number: int, steps: tuple[int, ...] = ()) -> Tensor:
         """The state in which pass `number` begins, pinned. steps: of each stage, that were not runs'."""
@@ -85,8 +83,7 @@ class Run(NamedTuple):
     least: int = 0  # rows that its first step must have, where it is launched before they came; 0: any
     before: tuple[int, ...] = ()  # by stage, of the pass that begins: steps that were computed as calls
     short: bool = False  # it is on the track of steps of few rows; alike for all of a lane under way
-    beside: bool = False  # runs of the other track come meanwhile: it leaves room for their kernels
-    tag: int = 0  # of its first step's rows, for which its stream waits, and no kernel; 0: kernels wait
+    beside: bool = False  # runs of the other track come meanwhile: it leaves room for what they have
 
 
 class Told(NamedTuple):
@@ -106,7 +103,6 @@ class Flight:
     begins: bool  # a pass
     pinned: list[Tensor]  # the last one holds the state
     first: int = 0  # steps of all stages before it, where a pass begins
-    held: bool = False  # until its rows' tag is there
 
     @property
     def over(self) -> bool:
@@ -123,8 +119,6 @@ class Flight:
         there, lane = self.pinned[-1].tolist(), self.lane
         lane.free.extend(self.pinned)
         self.pinned = []
-        if self.held:
-            lane.held.popleft()
         ended, steps = there[Word.ENDED], tuple(there[STEPS : STEPS + lane.layout.stages])
         before, lane.counted = self.first if self.begins else lane.counted, sum(steps)
         return Told(ended, steps, lane.counted - before if ended in (0, MISFIT) else 0)
@@ -140,7 +134,7 @@ class _Key(NamedTuple):
 
 
 def _key(run: Run) -> _Key:
-    return _Key(run.lane.layout, run.steps, run.rows, run.kind, run.short, run.beside and not run.short)
+    return _Key(run.lane.layout, run.steps, run.rows, run.kind, run.short, run.beside)
 
 
 class PassRuns:
@@ -164,10 +158,8 @@ class PassRuns:
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
         with torch.cuda.device(self._device):
             load()
-            self._words, self._releases = Words(), Release()
+            self._words = Words()
             self._tracks = Tracks(self._device, short_rows if apart else 0)
-            self._urgent: torch.cuda.Stream = torch.cuda.Stream(priority=MOST_URGENT)  # type: ignore[no-untyped-call]
-            self._can_await = can_await(self._device.index or 0)
             if may_be_rounded(rank.plans.values()):
                 load(RowRecord(FP8_GROUP, rank.served.checkpoint.hidden))
 
@@ -194,23 +186,11 @@ class PassRuns:
         """Of a step of the track of its own, at most; 0: there is none."""
         return self._tracks.short_rows
 
-    @property
-    def awaits_tags(self) -> bool:
-        """Whether a run may be launched behind the tag of its rows."""
-        return self._can_await
-
     def join(self) -> None:
         """What is launched from here on, and is no run, waits for all runs before, and goes before the next
         one. By the thread that launches.
         """
         self._tracks.join()
-
-    def release(self, lane: OwnerLane, seconds: float = 0.0) -> None:
-        """Releases the streams that wait for a tag of this lane: their kernels find its host's word. From any
-        thread. seconds: for which that is said again, where the caller writes over it.
-        """
-        with torch.cuda.device(self._device), torch.cuda.stream(self._urgent):
-            self._releases(lane.layout, lane.addresses[0], seconds)
 
     def drop(self) -> None:
         """Drops all graphs: what they recorded is about to change."""
@@ -252,7 +232,7 @@ class PassRuns:
             meter.tick(now)
         track = self._tracks.of(short=run.short)
         self._tracks.begins(track)
-        with track.current(), sparing(SPARED if run.beside and not run.short else 0):
+        with track.current(), sparing(SPARED if run.beside else 0):
             flight = self._launched(track, run, stamp, number)
         told = self._told
         while told and (told[0].over or (len(told) > MOST_TOLD and told[0].ended)):
@@ -262,8 +242,6 @@ class PassRuns:
 
     def _launched(self, track: RunTrack, run: Run, stamp: tuple[int, int], number: int) -> Flight:
         lane, pinned = run.lane, list[Tensor]()
-        if run.tag:
-            self._await_tag(run)
         if run.begins:
             pinned.append(lane.begun(run.begins, run.before))
             lane.state.copy_(pinned[0], non_blocking=True)
@@ -277,19 +255,7 @@ class PassRuns:
         self._work(track, _key(run), number)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(track.stream)
-        return Flight(event, lane, bool(run.begins), pinned, sum(run.before), bool(run.tag))
-
-    def _await_tag(self, run: Run) -> None:
-        """The current stream waits for the tag of the run's first step, unless its lane is released."""
-        lane, (_, stage) = run.lane, run.steps[0]
-        lane.held.append(run.tag)  # before it waits: who says a word now sees it
-        try:
-            await_tag(lane.addresses[0] + lane.layout.columns(stage)[0], run.tag)
-        except BaseException:
-            lane.held.pop()
-            raise
-        if lane.abort[0]:  # said meanwhile, or before
-            self.release(lane)
+        return Flight(event, lane, bool(run.begins), pinned, sum(run.before))
 
     def forget(self, lane: OwnerLane) -> None:
         """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""
@@ -349,7 +315,7 @@ class PassRuns:
         numbered = zip(key.steps, numbers or [0] * len(key.steps), strict=True)
         for at, ((layer, stage), number) in enumerate(numbered):
             early = before not in (None, stage)  # its rows may be there while the other's answer is posted
-            kernels.take(stage, layer, given, room.valid, early=early)
+            kernels.take(stage, layer, given, room.valid, early=early, lone=key.beside)
             last, living = at + 1 == len(key.steps), rank.living(layer, key.rows)
             post = partial(kernels.post, stage, living=living, last=last)
             rank.record(layer, room, lane_rows, then=post, number=number)
