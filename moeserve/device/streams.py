@@ -53,6 +53,15 @@ def track() -> int:
     return getattr(_here, "track", MAIN)
 
 
+def at_once() -> bool:
+    """Whether a grid whose blocks wait for each other is to begin when there is room for all of them. On SHORT
+    it is not: each block is put where a kernel of the other track ends, before others of that; one that needs
+    all at once would wait until that track has a gap. No kernel of MAIN waits for one of SHORT, nor has some
+    of its blocks begun that wait for others, so that those of SHORT come to be there.
+    """
+    return track() == MAIN
+
+
 SPARED = 1
 """Clusters, or blocks that take a multiprocessor each, that kernels of a track leave to those of the other:
 to small ones, each of which would wait for a large one to end, and to one that waits for a caller's rows.
