@@ -54,10 +54,10 @@ def track() -> int:
 
 
 def at_once() -> bool:
-    """Whether a grid whose blocks wait for each other is to begin when there is room for all of them. On SHORT
-    it is not: each block is put where a kernel of the other track ends, before others of that; one that needs
-    all at once would wait until that track has a gap. No kernel of MAIN waits for one of SHORT, nor has some
-    of its blocks begun that wait for others, so that those of SHORT come to be there.
+    """Whether a grid whose blocks wait for each other is to begin when there is room for all of them. Not on
+    SHORT: there each block begins where one of the other track's ends, before others of that; a grid that needs
+    all places at once would wait until that track has a gap. All its blocks come to run, since no kernel of
+    MAIN waits for one of SHORT, nor begins with a part of the blocks that wait for each other.
     """
     return track() == MAIN
 

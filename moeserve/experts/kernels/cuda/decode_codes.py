@@ -13,7 +13,7 @@ from torch import Tensor
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.source import Part
-from moeserve.device.streams import TRACKS, spared, track
+from moeserve.device.streams import TRACKS, at_once, spared, track
 from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernel import KernelSpec
@@ -160,7 +160,7 @@ def step(
     }
     function = _function(form)
     blocks = CLUSTER * max(1, resident_clusters(function, Block(THREADS, form.shared)) - spared())
-    function.launch(blocks, THREADS, given, shared=form.shared, cluster=CLUSTER, cooperative=True)
+    function.launch(blocks, THREADS, given, shared=form.shared, cluster=CLUSTER, cooperative=at_once())
     return out
 
 

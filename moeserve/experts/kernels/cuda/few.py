@@ -14,7 +14,7 @@ from moeserve.device.arguments import Argument, Arguments, TensorMap
 from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part
-from moeserve.device.streams import SPARED, TRACKS, spared, track
+from moeserve.device.streams import SPARED, TRACKS, at_once, spared, track
 from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
@@ -154,9 +154,8 @@ def step(
         **_weights(gate_up, down),
     }
     threads = form.tile.workers * 128 + HELPER_WARPS * 32
-    _function(form).launch(
-        resident_blocks(device) - spared(), threads, given, shared=form.shared, cooperative=True
-    )
+    blocks = resident_blocks(device) - spared()
+    _function(form).launch(blocks, threads, given, shared=form.shared, cooperative=at_once())
     return out
 
 

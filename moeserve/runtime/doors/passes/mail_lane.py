@@ -249,20 +249,17 @@ class MailLane(PassLane):
         runs = self._runs
         if not run.takes_turns or self._mail.lane.abort[0] or not self.turns.follows(self, short=run.short):
             return None
-        apart = self.turns.apart(short=run.short)
-        if not self._terms.ahead or not runs.alone or runs.retired:
-            return None
         under_way = [at for at, steps in enumerate(run.sent) if steps % len(run.said.layers)]
-        if not under_way and not (apart and run.steady and run.said.standing):
+        if not under_way or not self._terms.ahead or not runs.alone or runs.retired:
             return None  # between two forward passes its caller may rest
-        stage = min(under_way or range(len(run.sent)), key=run.sent.__getitem__)
+        stage = min(under_way, key=run.sent.__getitem__)
         count, kind = self._header(stage)
         padded = padded_rows(min(count, self._layout.rows))
         rows, step = min(padded, runs.most_rows), (run.layer(stage), stage)
         if runs.short(rows) is not run.short:
             return None
-        least = padded // 2 + 1
-        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, least, (), run.short, apart)
+        how = padded // 2 + 1, (), run.short, self.turns.apart(short=run.short)
+        made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, *how)
         return made if runs.recorded(made) else None
 
     def _foreseen(self, run: MailPass, there: list[int]) -> bool:
@@ -298,7 +295,6 @@ class MailLane(PassLane):
                 continue
             if run.flying == len(awaited) and now - run.waited > self._terms.ahead:
                 if one.in_turn:
-                    run.steady = False
                     self.leave_turn()
                     return
                 run.steady, one.early = False, None
