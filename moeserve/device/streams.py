@@ -55,9 +55,9 @@ def track() -> int:
 
 def at_once() -> bool:
     """Whether a grid whose blocks wait for each other is to begin when there is room for all of them. Not on
-    SHORT: there each block begins where one of the other track's ends, before others of that; a grid that needs
-    all places at once would wait until that track has a gap. All its blocks come to run, since no kernel of
-    MAIN waits for one of SHORT, nor begins with a part of the blocks that wait for each other.
+    SHORT: there each block begins where one of the other track's ends, before others of that. A grid that has
+    to have all places at once would wait until that track has a gap. All its blocks come to run, since no
+    kernel of MAIN waits for one of SHORT, nor begins with a part of blocks that wait for each other.
     """
     return track() == MAIN
 
