@@ -16,7 +16,7 @@ from moeserve.dispatch.mail.kernels import ABORT, MISFIT, YIELD
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import tag_of
 from moeserve.runtime.doors.passes.mail_pass import EARLY_TURNS, MISSED_STEPS
-from moeserve.runtime.doors.passes.turns import RECENT, Company, Turns
+from moeserve.runtime.doors.passes.turns import APART, RECENT, Company, Turns
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.runs.runs import Run, Told
 
@@ -231,6 +231,63 @@ def test_a_lane_that_has_gone_is_not_kept_for_its_turn() -> None:
     for _ in range(RECENT):
         turns.launched(other)
     assert turns.follows(third) and not turns.follows(other), "it launches no more, and nobody waits for it"
+
+
+def of_both_tracks(regions: Regions) -> tuple[Caller, Caller]:
+    """One of few rows and one of more, of a rank whose steps of up to 8 rows have a track of their own."""
+    few, many = together(regions, 2)
+    for caller, rows in ((few, 3), (many, 30)):
+        caller.short_rows = 8
+        caller.bring(0, 0, count=rows)
+        assert caller.look()
+    return few, many
+
+
+def test_lanes_of_two_tracks_do_not_take_turns_with_each_other(regions: Regions) -> None:
+    few, many = of_both_tracks(regions)
+    assert [caller.begun[0][0].short for caller in (few, many)] == [True, False]
+    for caller in (few, many, few, many):
+        assert caller.look(), "nobody else has launched on its track"
+    for caller in (few, many):
+        first, *others = [run for run, _ in caller.begun]
+        assert all(run.beside and run.least and run.short is caller.lane.short for run in others), (
+            "room is left"
+        )
+        assert [run.steps[0][0] for run in (first, *others)] == LAYERS[:3] and not caller.look()
+    assert many.begun[0][0].beside and not few.begun[0][0].beside, "nobody had launched a large one"
+
+
+def test_who_waits_for_rows_beside_the_other_track_keeps_nobody_there_waiting(regions: Regions) -> None:
+    few, many = of_both_tracks(regions)
+    assert many.look() and many.lane.beside
+    answered(many, 1)
+    answered(few, 1)
+    few.bring(0, 1, count=3)
+    few.look()
+    assert few.lane.ready_turn > many.lane.waiting_turn > 0
+    Turns.leave([few.lane, many.lane])
+    assert not many.aborted, "it leaves room for the other's steps"
+    many.lane._pass.under_way[0].beside = False  # type: ignore[union-attr]
+    Turns.leave([few.lane, many.lane])
+    assert many.mail.lane.abort[0] == YIELD, "as was launched before anybody had another track"
+
+
+def test_a_caller_changes_tracks_when_nothing_of_it_is_under_way(regions: Regions) -> None:
+    few, _ = of_both_tracks(regions)
+    few.bring(0, 1, count=20)
+    assert not few.look() and len(few.begun) == 1, "its first step is under way on the other track"
+    answered(few, 1)
+    assert few.look() and not few.begun[-1][0].short and few.begun[-1][0].rows == 32
+
+
+def test_a_track_without_launches_for_long_is_nobodys(regions: Regions) -> None:
+    turns, lane, other = Turns(), object(), object()
+    turns.launched(other)
+    for _ in range(APART):
+        assert turns.apart(short=True) and turns.follows(lane, short=True)
+        turns.launched(lane, short=True)
+    assert not turns.apart(short=True) and not turns.follows(lane, short=True)
+    assert turns.apart(short=False), "large ones leave room for it"
 
 
 @dataclass

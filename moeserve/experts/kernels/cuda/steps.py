@@ -135,7 +135,7 @@ class Groups(ABC):
             given,
             shared=block.shared_bytes,
             cluster=CLUSTER,
-            overlapped=block.waits,
+            overlapped=block.waits and not spared(),  # which would wait on what is spared
         )
 
 
