@@ -73,6 +73,11 @@ class KernelSpans:
         return tuple(arch for arch in first.verified if all(arch in entry.verified for entry in others))
 
     @property
+    def apart(self) -> bool:
+        """Whether none keeps anything between launches that those of two tracks would share."""
+        return all(entry.apart for entry in self.entries)
+
+    @property
     def reference(self) -> bool:
         """Whether it judges other kernels."""
         return any(entry.reference for entry in self.entries)

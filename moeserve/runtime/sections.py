@@ -201,7 +201,7 @@ class PassesConfig:
     patience_seconds: float = 2.0  # for the rows of a step that is next; then the pass ends
     ahead_seconds: float = 0.02  # that what was launched before its rows may wait for them; 0: nothing is
     graph_steps: int = 4096  # that a GPU rank keeps recorded, over all runs of passes; 0: none is recorded
-    short_rows: int = 128  # of a step that overtakes larger ones, of a GPU rank that is alone; 0: none does
+    short_rows: int = 0  # of a step that overtakes larger ones, of a GPU rank that is alone; 0: none does
     host_ahead: str = "auto"  # steps of a lone caller with rows in host memory are launched ahead, too
     share_gpu: bool = False  # processes may share a GPU: a caller's and a rank's, and ranks; they take turns
 

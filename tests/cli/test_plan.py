@@ -340,6 +340,10 @@ def test_what_callers_gpus_may_take_is_bounded_by_keys(
     less = planned([str(fewer), *words], capsys)["passes"]
     assert (less["graphs"], less["pool"]) == (0, 0)
     assert less["rooms"] == taken["rooms"] * 128 // 4096
+    fewer.write_text("[passes]\nshort_rows = 100\n")
+    both = planned([str(fewer), *words], capsys)["passes"]
+    assert both["rooms"] * 4096 == taken["rooms"] * (4096 + 128), "short steps have a track of their own"
+    assert taken["pool"] < both["pool"] < 1.5 * taken["pool"] and both["graphs"] == taken["graphs"]
     fewer.write_text("[passes]\nlanes = 0\n")
     assert planned([str(fewer), *words], capsys)["passes"] is None
     assert planned(["--checkpoint", checkpoint, "--device", "cpu"], capsys)["passes"] is None

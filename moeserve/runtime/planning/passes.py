@@ -29,8 +29,8 @@ class PassBytes:
     """Bytes of one rank's GPU."""
 
     mailboxes: int  # of all lanes: `passes.lanes` of `passes.lane_bytes`, of which callers hold a part
-    rooms: int  # where the rows of one step after the other lie, of own lanes and of other members'
-    pool: int  # what recorded steps work in, one after the other
+    rooms: int  # where the rows of a track's steps lie, one after the other, of own lanes and other members'
+    pool: int  # what recorded steps of each track work in, one after the other
     graphs: int  # what CUDA keeps of `passes.graph_steps` recorded steps
 
 
@@ -68,28 +68,38 @@ def pass_bytes(
     """What callers' GPUs take at most; None where there are none: on a CPU, on a GPU of another maker, and
     without device lanes.
 
-    It grows with rows of a step, and not with callers beyond their mailboxes: graphs and rooms are shared.
+    It grows with rows of a step, and not with callers beyond their mailboxes: graphs and rooms are shared by
+    all steps of a track, which short ones have for themselves (`passes.short_rows`).
     Raises ValueError where redundant experts do not divide over the ranks.
     """
     if not machine.arch.startswith("sm") or not passes.lanes:
         return None
+    spans = [
+        (plan, span)
+        for plan in {id(plan): plan for plan in plans.values()}.values()
+        for span in plan.dispatchers
+    ]
     checkpoint, slots = served.checkpoint, _slots(served, balance)
     hidden, choice = checkpoint.hidden * served.dtype.itemsize, 8 * checkpoint.top_k
     row = hidden + choice + 4 * checkpoint.num_experts
     rounded = rows_wire(plans.values(), 1) and RowRecord(FP8_GROUP, checkpoint.hidden).nbytes
     in_lane = row - hidden + (rounded or hidden) + hidden  # the last: an answer
     most = max(1, min(served.lane_rows, passes.lane_bytes // in_lane))
-    padded = 1 << (most - 1).bit_length()
+    apart = served.mesh.ranks == 1 and all(plan.kernel.apart for plan in plans.values())
+    tracks = [most] + [min(most, passes.short_rows)] * bool(apart and passes.short_rows)
+    padded = sum(1 << (rows - 1).bit_length() for rows in tracks)
     steps = [
-        step_bytes(plan, replace(span, up_to=min(span.up_to, most)), slots)
-        for plan in {id(plan): plan for plan in plans.values()}.values()
-        for span in plan.dispatchers
+        max(
+            (step_bytes(plan, replace(span, up_to=min(span.up_to, rows)), slots) for plan, span in spans),
+            default=0,
+        )
+        for rows in tracks
     ]
     recorded, others = bool(passes.graph_steps), hidden + choice + 1 if served.mesh.ranks > 1 else 0
     return PassBytes(
         passes.lanes * passes.lane_bytes,
         GROWN * padded * (row + 1 + others),
-        recorded * GROWN * max(steps, default=0),
+        recorded * GROWN * sum(steps),
         passes.graph_steps * GRAPH_STEP_BYTES,
     )
 

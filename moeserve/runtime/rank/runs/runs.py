@@ -150,7 +150,7 @@ class PassRuns:
         beside others: none has.
         """
         self._rank, self._device = rank, torch.device(rank.device)
-        apart = all(span.kernel.apart for plan in rank.plans.values() for span in plan.kernels)
+        apart = all(plan.kernel.apart for plan in rank.plans.values())
         self._graphs = RunGraphs() if graphs is None else graphs
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
         self._lanes = Counter[MailLayout]()
