@@ -256,6 +256,50 @@ def test_a_member_looks_at_lanes_and_answers_while_such_jobs_flow_and_then_no_mo
     running.steps.close()
 
 
+def test_what_ends_short_runs_waits_for_no_step_and_is_waited_for(attending: Attending) -> None:
+    attending.job(1)
+    done, behind, go = threading.Event(), threading.Event(), threading.Event()
+    attending.steps.after(done.set)
+
+    def wait() -> None:
+        go.wait(SECONDS)
+        behind.set()
+
+    attending.steps.after(wait, short=True)
+    ended = threading.Event()
+    attending.steps.after(ended.set, short=True)
+    assert attending.steps.room(short=True)
+    go.set()
+    assert behind.wait(SECONDS) and ended.wait(SECONDS) and not done.is_set()
+    go.clear()
+    attending.steps.after(wait, short=True)
+    drained = threading.Thread(target=attending.steps.drain)
+    drained.start()
+    attending.engines.moments[0].passed.set()
+    assert done.wait(SECONDS)
+    drained.join(0.05)
+    assert drained.is_alive(), "a short run is under way"
+    go.set()
+    drained.join(SECONDS)
+    assert not drained.is_alive()
+
+
+def test_a_member_says_before_each_entry_that_it_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank: Any = FakeRank()
+    rank.interrupt, rank.leave, rank.free = lambda: None, lambda keep: None, lambda: None
+    running, wire, said = Running(), Wire(), list[str]()
+    anything: Any = wire
+    member = Member(rank, running.lane, anything, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
+    member.before_entry = lambda: said.append("entry")
+    member.between_steps(lambda: said.append("run"))
+    member.between_steps(lambda: said.append("run"))
+    wire.came.put({"kind": "abort", "generation": 0, "reason": "over", "back": False})
+    wire.came.put({"kind": "stop"})
+    member.run()
+    assert sorted(said) == ["entry", "run", "run"]
+    running.steps.close()
+
+
 @pytest.mark.parametrize("what", ["a step", "an act"])
 def test_a_thread_that_has_to_wait_for_a_step_says_so_before(attending: Attending, what: str) -> None:
     """Others look at lanes meanwhile."""
