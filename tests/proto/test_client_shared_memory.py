@@ -13,7 +13,8 @@ from moeserve.proto.errors import (
     MoeError,
     Overloaded,
 )
-from moeserve.proto.tensors import THREADED_BYTES, TensorError, copy_into
+from moeserve.proto.tensors import TensorError
+from moeserve.proto.transports.copies import THREADED_BYTES, copy_into
 from moeserve.runtime.doors.payloads import RegionLimits
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, {REASON_KEY: "REFORMING"})
