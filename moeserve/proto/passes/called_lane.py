@@ -21,7 +21,7 @@ AGREEING_ROUNDS, MOST_AGREEING, FEWEST_CALLS = 2, 16, 8
 after each pass that ended before it had gone round.
 """
 
-REST_SECONDS, RESTLESS_CALLS, LONG_STEPS = 0.005, 16, 16
+REST_SECONDS, RESTLESS_CALLS, LONG_STEPS = 0.005, 8, 16
 """From an answer to the next call, which counts as a rest; calls in a row without one, after which short
 rounds are so many steps of one pass: what goes round is launched, and in a group agreed upon, at once. Only
 between two times of all its steps may a pass's caller rest for long.

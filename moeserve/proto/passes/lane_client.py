@@ -30,14 +30,13 @@ from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, U
 from moeserve.proto.passes.answers import Answers
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.called_lane import CalledLane, divided
-from moeserve.proto.passes.mailbox import MOST_STAGES
 from moeserve.proto.passes.running import PassLate, columns_of
 from moeserve.proto.tensors import Array, Plain, TensorError, plain, restore
 from moeserve.proto.transports.shared_memory import SharedTensor
 
-FEWEST_ROWS, MOST_ROWS = 16, 1024
+FEWEST_ROWS, MOST_ROWS, MOST_STEPS = 16, 2048, 4
 """Rows of a lane's step: enough for the call it is made for. A call of more is several steps, one of which is
-computed while the rows of the next are copied.
+computed while the rows of the next are copied; of fewer rows each would read as many experts.
 """
 
 REFUSED_SECONDS = 5.0
@@ -69,7 +68,7 @@ class LaneClient(MoeClient):
 
     lanes: of this host's ranks, attached by the first calls; each takes one call at a time, and a rank has
     `passes.lanes` of them for all callers. The other arguments, and what calls raise, are MoeClient's. Calls
-    over lanes have up to 8192 rows, with weights or logits of float32, and are a step for every 1024; the
+    over lanes have up to 8192 rows, with weights or logits of float32, and are a step for every 2048; the
     answer is copied to `output`, or to memory that is used again when nobody holds an answer in it.
     """
 
@@ -95,7 +94,7 @@ class LaneClient(MoeClient):
         self._coming = 0  # that are about to be attached
         self._placed: dict[int, CalledLane] = {}  # by the region of rows that were handed out
         self._refused_until = 0.0
-        self._most_rows = MOST_STAGES * MOST_ROWS  # that a rank was not seen to refuse
+        self._most_rows = MOST_STEPS * MOST_ROWS  # that a rank was not seen to refuse
         self._answers = Answers(2 * lanes)  # a caller has the last one, mostly, when it calls again
         self._closed = False
         self._lock = threading.Lock()
