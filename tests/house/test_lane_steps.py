@@ -14,6 +14,7 @@ from lane_calls import CLOSE, Ordinary, check, line_of
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import InvalidArgument, MoeError
 from moeserve.proto.passes import answers, lane_client
+from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.passes.running import Pass
 from moeserve.proto.tensors import TensorError
@@ -34,8 +35,17 @@ def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
 
 @pytest.fixture
 def stepped(house: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaneClient]:
-    """A client whose lanes have 8 rows a step."""
+    """A client whose lanes have 8 rows a step, and are taken for lanes of a GPU's rank."""
     monkeypatch.setattr(lane_client, "MOST_ROWS", 8)
+    real = AttachedLane.attach
+
+    def attach(address: str, wanted: Wanted) -> AttachedLane:
+        lane = real(address, wanted)
+        assert not lane.goes_ahead
+        lane.goes_ahead = True
+        return lane
+
+    monkeypatch.setattr(AttachedLane, "attach", attach)
     with LaneClient(house.address, timeout=20.0, lane=0) as made:
         yield made
 
@@ -110,6 +120,21 @@ def test_steps_of_other_weights_are_no_answer_together(
     assert ordinary.calls == 1
     check(stepped, alone, 0, 20, seed=3)
     assert ordinary.calls == 1
+
+
+def test_a_rank_that_launches_no_steps_ahead_gets_many_rows_as_one_step(
+    house: LocalCluster, alone: Alone, ordinary: Ordinary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_client, "MOST_ROWS", 8)
+    with LaneClient(house.address, timeout=20.0, lane=0) as client:
+        check(client, alone, 0, 8, seed=1)
+        assert ordinary.calls == 0
+        for turn in range(3):
+            check(client, alone, 0, 20, seed=turn)
+        assert ordinary.calls == 3 and not client._lines and client._most_rows == 8
+        check(client, alone, 0, 8, seed=2)
+        check(client, alone, 0, 20, seed=3)
+        assert ordinary.calls == 4 and line_of(client).lane.wanted.rows == 8, "which stays"
 
 
 def test_no_held_answer_is_written_over(

@@ -19,9 +19,9 @@ LARGEST_PART = 2
 class Answers:
     """What is kept by one client. Safe to use from any thread.
 
-    The system hands memory over in pages that it clears when they are first written: 58.7 MB, 4,096 rows of
-    7168 bf16, take as long again as to copy them, or several times as long. The C library gives so much
-    back to it at once, unless `moeserve.proto.heap` has told it otherwise.
+    The system hands memory over in pages that it clears when they are first written: to copy 58.7 MB, 4,096
+    rows of 7168 bf16, there takes half as long again on one host, and several times as long on another. The C
+    library gives so much back to it at once, unless `moeserve.proto.heap` has told it otherwise.
     """
 
     def __init__(self, most_idle: int) -> None:

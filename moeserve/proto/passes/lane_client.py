@@ -68,8 +68,9 @@ class LaneClient(MoeClient):
 
     lanes: of this host's ranks, attached by the first calls; each takes one call at a time, and a rank has
     `passes.lanes` of them for all callers. The other arguments, and what calls raise, are MoeClient's. Calls
-    over lanes have up to 8192 rows, with weights or logits of float32, and are a step for every 2048; the
-    answer is copied to `output`, or to memory that is used again when nobody holds an answer in it.
+    over lanes have up to 8192 rows, with weights or logits of float32, and are a step for every 2048, where
+    a rank launches steps ahead; to others up to 2048. The answer is copied to `output`, or to memory that is
+    used again when nobody holds an answer in it.
     """
 
     def __init__(
@@ -352,6 +353,10 @@ class LaneClient(MoeClient):
                 if wanted == least:
                     raise
                 line = CalledLane(AttachedLane.attach(self.address, least))
+            if len(steps) > 1 and not line.lane.goes_ahead:  # a CPU computes one step sooner than several
+                self._most_rows = min(self._most_rows, MOST_ROWS)
+                line.close(min(DETACH_SECONDS, clock.remaining))
+                return None
             self._lines.add(line)
             return line
         except MoeError as refused:
