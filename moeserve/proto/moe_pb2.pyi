@@ -543,7 +543,7 @@ class AttachLaneRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., answers_handle: _Optional[bytes] = ..., rows_wire: _Optional[str] = ...) -> None: ...
 
 class AttachLaneReply(_message.Message):
-    __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds", "mailbox_handle", "rows_wire")
+    __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds", "mailbox_handle", "rows_wire", "goes_ahead")
     MAILBOX_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     MAILBOX_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -556,6 +556,7 @@ class AttachLaneReply(_message.Message):
     PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAILBOX_HANDLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_WIRE_FIELD_NUMBER: _ClassVar[int]
+    GOES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     mailbox: str
     answers: str
     mailbox_bytes: int
@@ -568,7 +569,8 @@ class AttachLaneReply(_message.Message):
     patience_seconds: float
     mailbox_handle: bytes
     rows_wire: str
-    def __init__(self, mailbox: _Optional[str] = ..., answers: _Optional[str] = ..., mailbox_bytes: _Optional[int] = ..., answers_bytes: _Optional[int] = ..., socket: _Optional[str] = ..., hidden: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., patience_seconds: _Optional[float] = ..., mailbox_handle: _Optional[bytes] = ..., rows_wire: _Optional[str] = ...) -> None: ...
+    goes_ahead: bool
+    def __init__(self, mailbox: _Optional[str] = ..., answers: _Optional[str] = ..., mailbox_bytes: _Optional[int] = ..., answers_bytes: _Optional[int] = ..., socket: _Optional[str] = ..., hidden: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., patience_seconds: _Optional[float] = ..., mailbox_handle: _Optional[bytes] = ..., rows_wire: _Optional[str] = ..., goes_ahead: _Optional[bool] = ...) -> None: ...
 
 class DetachLaneRequest(_message.Message):
     __slots__ = ("mailbox",)

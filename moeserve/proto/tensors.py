@@ -61,9 +61,6 @@ DTYPES: tuple[DType, ...] = (
     DType("int64", moe_pb2.DTYPE_INT64, "int64", np.dtype("<i8")),
 )
 
-THREADED_BYTES = 1 << 20
-"""Copies of this size on are worth more than one thread."""
-
 FLOATS = ("fp32", "bf16", "fp16")
 INTEGERS = ("int32", "int64")
 
@@ -181,19 +178,6 @@ def restore(made: Plain, like: Array) -> Array:
         return as_torch(made.storage.data, made.spec)
     kind = np.asarray(like).dtype
     return made.storage.view(kind) if kind.name == "bfloat16" else made.storage
-
-
-def copy_into(into: NDArray[Any], found: NDArray[Any]) -> None:
-    """Copies `found` into `into`, alike in dtype and shape; large dense ones by all threads that torch has,
-    where the caller's program has imported it: numpy has one.
-    """
-    torch = sys.modules.get("torch")
-    dense = into.flags.c_contiguous and found.flags.c_contiguous and found.flags.writeable
-    if torch is None or not dense or found.nbytes < THREADED_BYTES:
-        into[:] = found
-        return
-    there, here = (torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in (into, found))
-    there.copy_(here)
 
 
 def encode(array: Plain) -> moe_pb2.Tensor:

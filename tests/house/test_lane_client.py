@@ -19,6 +19,7 @@ import pytest
 import torch
 from failures import stand_still
 from houses import Alone, house_config
+from lane_calls import CLOSE, Ordinary, check, line_of
 
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
@@ -29,7 +30,6 @@ from moeserve.proto.tensors import TensorError
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 LANES = 3
 PATIENCE = 2.0
 
@@ -48,34 +48,9 @@ def client(house: LocalCluster) -> Iterator[LaneClient]:
         yield made
 
 
-class Ordinary:
-    """How many calls were made as `MoeClient` makes them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        real = MoeClient.call
-
-        def call(client: MoeClient, *given: Any, **options: Any) -> Any:
-            self.calls += 1
-            return real(client, *given, **options)
-
-        monkeypatch.setattr(MoeClient, "call", call)
-
-
 @pytest.fixture
 def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
     return Ordinary(monkeypatch)
-
-
-def check(client: LaneClient, alone: Alone, layer: int, rows: int, seed: int) -> None:
-    batch = alone.batch(rows, seed=seed)
-    torch.testing.assert_close(client.forward(layer, *batch), alone.forward(layer, *batch), **CLOSE)
-
-
-def line_of(client: LaneClient) -> Any:
-    """The lane of a client that has one."""
-    (line,) = client._idle
-    return line
 
 
 def test_answers_are_those_of_other_calls_and_go_over_one_lane(

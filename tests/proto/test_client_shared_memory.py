@@ -1,5 +1,6 @@
 """Both clients and shared memory: when it is used, used again, and used in place."""
 
+import threading
 import time
 
 import grpc
@@ -13,7 +14,9 @@ from moeserve.proto.errors import (
     MoeError,
     Overloaded,
 )
-from moeserve.proto.tensors import THREADED_BYTES, TensorError, copy_into
+from moeserve.proto.tensors import TensorError
+from moeserve.proto.transports import copies
+from moeserve.proto.transports.copies import THREADED_BYTES, copy_into
 from moeserve.runtime.doors.payloads import RegionLimits
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, {REASON_KEY: "REFORMING"})
@@ -127,3 +130,29 @@ def test_large_copies_are_the_same_bytes(writeable, size):
     copy_into(strided[:, ::2], found)
     assert np.array_equal(into, found) and np.array_equal(strided[:, ::2], found)
     assert not strided[:, 1::2].any()
+
+
+def test_a_large_copy_has_no_more_threads_than_leave_cores_to_ranks(monkeypatch):
+    seen = []
+    real = torch.Tensor.copy_
+
+    def copy(into, found):
+        seen.append(torch.get_num_threads())
+        return real(into, found)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.setattr(copies, "most_threads", lambda: 2)
+    before = torch.get_num_threads()
+    found, into = np.ones(THREADED_BYTES, np.uint8), np.zeros(THREADED_BYTES, np.uint8)
+    elsewhere = []
+    try:
+        for threads in (4, 1):
+            torch.set_num_threads(threads)
+            copy_into(into, found)
+            thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+            thread.start()
+            thread.join(10)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 1] and elsewhere == [4, 1] and into.all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from moeserve.proto.passes.called_lane import (
@@ -12,6 +14,7 @@ from moeserve.proto.passes.called_lane import (
     REST_SECONDS,
     RESTLESS_CALLS,
     Rounds,
+    divided,
 )
 
 
@@ -87,3 +90,13 @@ def test_long_rounds_stay_as_they_are() -> None:
     for at in range(200):
         made.called(at % 58, at * 1e-3, at * 1e-3)
     assert made.of(200 % 58) == tuple((200 + at) % 58 for at in range(58))
+
+
+@pytest.mark.parametrize("rows", [1, 1023, 1024, 1025, 2049, 3073, 4096, 8191, 8192])
+def test_a_calls_rows_are_steps_of_about_as_many(rows: int) -> None:
+    parts = divided(rows, 1024)
+    counts = [stop - start for start, stop in parts]
+    assert parts[0][0] == 0 and parts[-1][1] == rows
+    assert all(one[1] == other[0] for one, other in pairwise(parts))
+    assert len(parts) == -(-rows // 1024) and max(counts) == counts[0] <= 1024
+    assert counts[0] - min(counts) < len(parts), "as few rows apart as may be"

@@ -83,7 +83,9 @@ def attached(
         name="one", device="cpu", rows=rows, stages=1, dtype=moe_pb2.DType.Value(dtype)
     )
     made = lanes.attach(request, "unix:")
-    return lanes, lanes._lanes[made.mailbox].lane
+    lane = lanes._lanes[made.mailbox].lane
+    assert made.goes_ahead == isinstance(lane, HostLane)
+    return lanes, lane
 
 
 @pytest.mark.parametrize("why", ["", "key", "registered", "group", "room", "dtype", "rows"])

@@ -15,12 +15,15 @@ import pytest
 import torch
 from gpu_ways import batch
 from houses import Alone, house_config
+from lane_calls import Ordinary, line_of
 from torch import Tensor
 
 from moeserve.proto.client import Choice, MoeClient
 from moeserve.proto.errors import InvalidArgument, Unavailable, WeightsChanged
+from moeserve.proto.passes import lane_client
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
 from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
@@ -103,6 +106,23 @@ def test_rows_of_any_number_and_none_are_answered(house: LocalCluster, alone: Al
     with attached(house) as lane, lane.begin(LAYERS, standing=True, any_weights=True) as run:
         for (_, one), answer in zip(given, wanted, strict=True):
             torch.testing.assert_close(step(run, one), answer, rtol=2e-2, atol=2e-2)
+
+
+def test_calls_of_many_rows_are_steps_of_several_stages_ahead(
+    house: LocalCluster, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_client, "MOST_ROWS", 64)
+    counts = [200] * 30 + [30, 130, 200, 64, 65] * 4
+    given = [(at % 2, batch(alone, count, seed=at, device="cpu")) for at, count in enumerate(counts)]
+    wanted = right(house, given)
+    rested()
+    before, ordinary = calls_of(house), Ordinary(monkeypatch)
+    with LaneClient(house.address, timeout=SECONDS) as client:
+        for (layer, rows), answer in zip(given, wanted, strict=True):
+            torch.testing.assert_close(client.forward(layer, *rows), answer, rtol=2e-2, atol=2e-2)
+        lane = line_of(client).lane
+        assert lane.goes_ahead and (lane.wanted.rows, lane.wanted.stages) == (64, 4)
+    assert calls_of(house) == before and ordinary.calls == 0
 
 
 def test_the_module_for_model_servers_has_the_bits_of_calls(house: LocalCluster, alone: Alone) -> None:

@@ -116,7 +116,7 @@ class Callers:
                 process.join()
 
 
-MOST_THREADS = 8  # of torch in a process of callers
+MOST_THREADS = 16  # of torch in a process of callers
 
 
 def copying_threads(callers: int) -> int:

@@ -14,12 +14,12 @@ from moeserve.proto.tensors import (
     Plain,
     TensorError,
     as_numpy,
-    copy_into,
     describe_into,
     encode_into,
     spec_of,
 )
 from moeserve.proto.transports.carried import CARRIED_BYTES, Carried, beside
+from moeserve.proto.transports.copies import copy_into
 from moeserve.proto.transports.region_calls import RegionCalls
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
 

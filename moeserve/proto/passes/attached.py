@@ -77,6 +77,7 @@ class AttachedLane:
         self.patience = made.patience_seconds
         self.sizes = made.hidden, made.experts, made.top_k
         self.rows_wire: str = made.rows_wire  # in which a GPU's rows are to come; empty: as they are
+        self.goes_ahead: bool = made.goes_ahead  # its steps may be launched before their rows are there
         self.mailbox_handle = made.mailbox_handle  # CUDA IPC, of the rank's memory for a GPU's rows
         rows = wanted.rows if wanted.device == "cpu" else 1  # of a GPU's, only words lie in host memory
         self.layout = MailboxLayout.of((rows, wanted.stages), self.sizes, wanted.dtype)

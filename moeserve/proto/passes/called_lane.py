@@ -12,15 +12,16 @@ from moeserve.proto.client.patience import Clock
 from moeserve.proto.errors import Unavailable
 from moeserve.proto.passes.attached import AttachedLane
 from moeserve.proto.passes.mailbox import MOST_LAYERS
-from moeserve.proto.passes.running import Pass
+from moeserve.proto.passes.running import Columns, Pass, cut_of
 from moeserve.proto.tensors import Plain
+from moeserve.proto.transports.copies import copy_into
 
 AGREEING_ROUNDS, MOST_AGREEING, FEWEST_CALLS = 2, 16, 8
 """Rounds over the same layers, and calls in them, after which a standing pass is begun; twice as many rounds
 after each pass that ended before it had gone round.
 """
 
-REST_SECONDS, RESTLESS_CALLS, LONG_STEPS = 0.005, 64, 16
+REST_SECONDS, RESTLESS_CALLS, LONG_STEPS = 0.005, 8, 16
 """From an answer to the next call, which counts as a rest; calls in a row without one, after which short
 rounds are so many steps of one pass: what goes round is launched, and in a group agreed upon, at once. Only
 between two times of all its steps may a pass's caller rest for long.
@@ -72,6 +73,15 @@ class Rounds:
         return layers < LONG_STEPS and self._restless >= RESTLESS_CALLS
 
 
+def divided(rows: int, most: int) -> list[tuple[int, int]]:
+    """Where a call's rows begin and end that are a step each, of so many at most. The steps are about alike,
+    as those that are launched together are, and the first has the most.
+    """
+    steps = -(-rows // most)
+    each = -(-rows // steps)
+    return [(at, min(at + each, rows)) for at in range(0, rows, each)]
+
+
 class CalledLane:
     """A lane that is attached, and the pass that runs on it. One thread at a time uses it."""
 
@@ -89,17 +99,37 @@ class CalledLane:
     def fits(self, rows: Plain, rank: int | None) -> bool:
         """Whether such rows may go over it; rank: whose lane it has to be, None for any."""
         wanted = self.lane.wanted
-        there = rows.dtype.name == wanted.dtype and len(rows.storage) <= wanted.rows
+        there = rows.dtype.name == wanted.dtype and len(rows.storage) <= wanted.rows * wanted.stages
         return there and rank == wanted.rank
 
-    def run_of(self, layer: int, version: int, clock: Clock) -> Pass:
-        """The pass whose next step is of this layer, with weights of this version, 0 for any. Raises
-        MoeError; DeadlineExceeded where the one before it does not end.
+    def post(self, layer: int, columns: Columns, version: int, clock: Clock) -> Pass:
+        """Brings a call's rows to steps of as many stages as they need, of a pass with weights of this
+        version, 0 for any: the first are under way while the others are copied. Raises as `run_of` does.
+        """
+        parts = divided(len(columns[0].storage), self.lane.wanted.rows)
+        run = self.run_of(layer, version, clock, len(parts))
+        for stage, (start, stop) in enumerate(parts):
+            cut = cut_of(columns, start, stop)
+            run.post_columns(stage, stop - start, cut, placed=self.placed)
+        return run
+
+    def take(self, run: Pass, into: Plain, clock: Clock) -> None:
+        """Copies the answers of what was posted, as they come; what lies in its place is not copied. Raises
+        MoeError.
+        """
+        for stage, (start, stop) in enumerate(divided(len(into.storage), self.lane.wanted.rows)):
+            found, place = run.arrived(stage, clock.remaining), into.rows(start, stop)
+            if not _same_place(place, found):
+                copy_into(place.storage, found.storage)
+
+    def run_of(self, layer: int, version: int, clock: Clock, stages: int = 1) -> Pass:
+        """The pass whose next steps are of this layer at so many stages, with weights of this version, 0 for
+        any. Raises MoeError; DeadlineExceeded where the one before it does not end.
         """
         run = self._run
         if run is not None and self._goes_on and run.status is None:
             length = len(run.layers)
-            wanted = (run.layer(0), self._demanded) == (layer, version)
+            wanted = (run.layer(0), run.stages, self._demanded) == (layer, stages, version)
             if wanted and not (self._calls % length == 0 and self._rounds.longer(length)):
                 return run
         if run is not None:
@@ -109,7 +139,11 @@ class CalledLane:
         layers = self._rounds.of(layer)
         self._goes_on, self._calls, self._demanded = bool(layers), 0, version
         run = self._run = self.lane.begin(
-            layers or (layer,), standing=self._goes_on, any_weights=True, weights_version=version
+            layers or (layer,),
+            stages=stages,
+            standing=self._goes_on,
+            any_weights=True,
+            weights_version=version,
         )
         return run
 
@@ -143,3 +177,9 @@ class CalledLane:
         """Detaches the lane, for whose rank's answer it waits so long."""
         self.drop()
         self.lane.close(seconds)
+
+
+def _same_place(one: Plain, other: Plain) -> bool:
+    """Whether both are the same memory."""
+    first, second = (array.storage.__array_interface__["data"][0] for array in (one, other))
+    return bool(first == second)

@@ -22,21 +22,22 @@ import weakref
 from dataclasses import replace
 from typing import Unpack
 
-import numpy as np
-
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
 from moeserve.proto.client.patience import Clock, Patience, is_whole
 from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, Unavailable
+from moeserve.proto.passes.answers import Answers
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
-from moeserve.proto.passes.called_lane import CalledLane
-from moeserve.proto.passes.running import Pass, PassLate, columns_of
-from moeserve.proto.tensors import Array, Plain, TensorError, copy_into, plain, restore
+from moeserve.proto.passes.called_lane import CalledLane, divided
+from moeserve.proto.passes.running import PassLate, columns_of
+from moeserve.proto.tensors import Array, Plain, TensorError, plain, restore
 from moeserve.proto.transports.shared_memory import SharedTensor
 
-FEWEST_ROWS, MOST_ROWS = 16, 1024
-"""Rows of a lane: enough for the call it is made for. To copy more takes longer than a message."""
+FEWEST_ROWS, MOST_ROWS, MOST_STEPS = 16, 2048, 4
+"""Rows of a lane's step: enough for the call it is made for. A call of more is several steps, one of which is
+computed while the rows of the next are copied; of fewer rows each would read as many experts.
+"""
 
 REFUSED_SECONDS = 5.0
 """After a rank has refused a lane, until one is asked for again; and after a lane's last call, until it may
@@ -67,8 +68,9 @@ class LaneClient(MoeClient):
 
     lanes: of this host's ranks, attached by the first calls; each takes one call at a time, and a rank has
     `passes.lanes` of them for all callers. The other arguments, and what calls raise, are MoeClient's. Calls
-    over lanes have up to 1024 rows, with weights or logits of float32; the answer is copied to `output`, or
-    to memory of its own.
+    over lanes have up to 8192 rows, with weights or logits of float32, and are a step for every 2048, where
+    a rank launches steps ahead; to others up to 2048. The answer is copied to `output`, or to memory that is
+    used again when nobody holds an answer in it.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class LaneClient(MoeClient):
         self._coming = 0  # that are about to be attached
         self._placed: dict[int, CalledLane] = {}  # by the region of rows that were handed out
         self._refused_until = 0.0
-        self._most_rows = MOST_ROWS  # that a rank was not seen to refuse
+        self._most_rows = MOST_STEPS * MOST_ROWS  # that a rank was not seen to refuse
+        self._answers = Answers(2 * lanes)  # a caller has the last one, mostly, when it calls again
         self._closed = False
         self._lock = threading.Lock()
 
@@ -124,7 +127,7 @@ class LaneClient(MoeClient):
             raise RuntimeError("this client was made before a fork; make another one in this process")
         for gone in self._swept():
             gone.close(DETACH_SECONDS)
-        wanted = self._wanted(rows, dtype, lane, min(ATTACH_SECONDS, self._core.seconds))
+        wanted = self._wanted((rows, 1), dtype, lane, min(ATTACH_SECONDS, self._core.seconds))
         line = CalledLane(AttachedLane.attach(self.address, wanted), placed=True)
         hidden, output = line.lane.memory.placed(0, rows, lane)
         with self._lock:
@@ -141,6 +144,7 @@ class LaneClient(MoeClient):
             self._closed = True
             left, self._idle = [*self._idle, *self._placed.values()], []
             self._placed = {}
+        self._answers.close()
         until = time.monotonic() + DETACH_SECONDS
         try:
             for line in left if os.getpid() == self._process else ():
@@ -185,7 +189,10 @@ class LaneClient(MoeClient):
             for gone in self._swept():
                 gone.close(0.0)
             return None
-        if not 0 < (len(rows.storage) if rows.storage.ndim == 2 else 0) <= self._most_rows:
+        count = len(rows.storage) if rows.storage.ndim == 2 else 0
+        if not 0 < count <= self._most_rows:
+            return None
+        if count > MOST_ROWS and isinstance(hidden, SharedTensor):  # whose rows the other way does not copy
             return None
         found = self._line(rows, self._rank(options), clock)
         if found is None:
@@ -245,13 +252,13 @@ class LaneClient(MoeClient):
     def _asked(
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
     ) -> Reply | None:
-        (layer, hidden, route), began, count = batch, time.monotonic(), len(rows.storage)
-        columns = columns_of(rows, route, line.lane.memory.room(0, count))
+        (layer, hidden, route), began, output = batch, time.monotonic(), options.get("output")
+        columns = columns_of(rows, route, line.lane.memory.specs(len(rows.storage)))
         for _ in range(TRIES):
             try:
-                run = line.run_of(layer, options.get("weights_version", 0), clock)
-                run.post_columns(0, count, columns, placed=line.placed)
-                found = run.arrived(0, clock.remaining)
+                run = line.post(layer, columns, options.get("weights_version", 0), clock)
+                into = self._place_for(rows, output)
+                line.take(run, into, clock)
             except DeadlineExceeded as late:
                 if not clock.remaining:
                     raise
@@ -264,8 +271,19 @@ class LaneClient(MoeClient):
                 line.drop()
                 continue
             line.called(layer, began)
-            return _reply(run, found, hidden, options.get("output"))
+            if len({run.version(stage) for stage in range(run.stages)}) > 1:  # a reload came in between
+                return None
+            like = hidden.array if isinstance(hidden, SharedTensor) else hidden
+            return Reply(
+                output.array if output is not None else restore(into, like), run.epoch(0), run.version(0)
+            )
         return None
+
+    def _place_for(self, rows: Plain, output: SharedTensor | None) -> Plain:
+        """Where the answer is to lie."""
+        if output is not None:
+            return output.plain
+        return Plain(rows.dtype, self._answers.empty_like(rows.storage))
 
     def _line(self, rows: Plain, rank: int | None, clock: Clock) -> CalledLane | None:
         """A lane for such rows that nobody else uses now: the one that the calling thread had last, if it may
@@ -305,11 +323,12 @@ class LaneClient(MoeClient):
                 return line
         return None
 
-    def _wanted(self, rows: int, dtype: str, rank: int | None, seconds: float) -> Wanted:
-        """A lane by a name that nobody else has."""
+    def _wanted(self, sizes: tuple[int, int], dtype: str, rank: int | None, seconds: float) -> Wanted:
+        """A lane of so many rows and stages, by a name that nobody else has."""
         return Wanted(
             f"calls-{uuid.uuid4().hex[:12]}-{os.getpid()}-{next(_NUMBERS)}",
-            rows=rows,
+            rows=sizes[0],
+            stages=sizes[1],
             dtype=dtype,
             model=self._core.settings.model,
             rank=rank,
@@ -322,21 +341,27 @@ class LaneClient(MoeClient):
     def _attached(self, rows: Plain, rank: int | None, clock: Clock) -> CalledLane | None:
         """A new lane; None where no rank gives one now."""
         count = len(rows.storage)
-        room = min(self._most_rows, max(FEWEST_ROWS, 1 << (count - 1).bit_length()))
+        steps = divided(count, MOST_ROWS)
+        room = min(MOST_ROWS, self._most_rows, max(FEWEST_ROWS, _power(steps[0][1])))
         seconds = min(ATTACH_SECONDS, clock.remaining)
-        wanted = self._wanted(room, rows.dtype.name, rank, seconds)
+        wanted = self._wanted((room, _power(len(steps))), rows.dtype.name, rank, seconds)
+        least = replace(wanted, rows=steps[0][1], stages=len(steps))
         try:
             try:
                 line = CalledLane(AttachedLane.attach(self.address, wanted))
             except InvalidArgument:  # a rank may not take as many rows as that
-                if room == count:
+                if wanted == least:
                     raise
-                line = CalledLane(AttachedLane.attach(self.address, replace(wanted, rows=count)))
+                line = CalledLane(AttachedLane.attach(self.address, least))
+            if len(steps) > 1 and not line.lane.goes_ahead:  # a CPU computes one step sooner than several
+                self._most_rows = min(self._most_rows, MOST_ROWS)
+                line.close(min(DETACH_SECONDS, clock.remaining))
+                return None
             self._lines.add(line)
             return line
         except MoeError as refused:
             if isinstance(refused, InvalidArgument) and refused.message.startswith("rows:"):
-                self._most_rows = min(self._most_rows, count - 1)
+                self._most_rows = min(self._most_rows, (len(steps) - 1) * MOST_ROWS or count - 1)
             else:
                 self._refused_until = time.monotonic() + REFUSED_SECONDS
             log.info("calls of %d rows to %s have no device lane now: %s", count, self.address, refused)
@@ -355,17 +380,6 @@ class LaneClient(MoeClient):
             line.close(DETACH_SECONDS if line.alive else 0.0)
 
 
-def _reply(run: Pass, found: Plain, hidden: Array | SharedTensor, output: SharedTensor | None) -> Reply:
-    """The answer that was found in a lane's memory, where its caller wants it."""
-    into = Plain(found.dtype, np.empty_like(found.storage)) if output is None else output.plain
-    if not _same_place(into, found):
-        copy_into(into.storage, found.storage)
-    like = hidden.array if isinstance(hidden, SharedTensor) else hidden
-    array = restore(into, like) if output is None else output.array
-    return Reply(array, run.epoch(0), run.version(0))
-
-
-def _same_place(one: Plain, other: Plain) -> bool:
-    """Whether both are the same memory."""
-    first, second = (array.storage.__array_interface__["data"][0] for array in (one, other))
-    return bool(first == second)
+def _power(count: int) -> int:
+    """The power of two that is as many, or more."""
+    return 1 << (count - 1).bit_length()

@@ -6,11 +6,14 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.futex import Words
 from moeserve.proto.passes.mailbox import MailboxLayout
-from moeserve.proto.tensors import Plain
+from moeserve.proto.tensors import Plain, Spec
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 Room = tuple[Plain, Plain, Plain, Plain]
 """Hidden states, ids int32, weights and logits float32 of a stage's rows, in a mailbox."""
+
+Specs = tuple[Spec, Spec, Spec, Spec]
+"""Of the same."""
 
 MOST_MADE = 256
 """Stages and numbers of rows whose places in memory are kept."""
@@ -47,6 +50,13 @@ class LaneMemory:
     def room(self, stage: int, rows: int) -> Room:
         """Memory of the mailbox for so many rows of a stage: hidden states, ids, weights, logits."""
         return self._places(stage, rows)[0]
+
+    def specs(self, rows: int) -> Specs:
+        """Of so many rows with their route, of one step or of several."""
+        if rows > self.layout.rows:
+            return self.layout.hidden_spec(rows), *self.layout.route_specs(rows)
+        hidden, ids, weights, logits = self.room(0, rows)
+        return hidden.spec, ids.spec, weights.spec, logits.spec
 
     def answer(self, stage: int, rows: int) -> Plain:
         """Memory that holds a stage's answer."""

@@ -21,8 +21,9 @@ from moeserve.proto.errors import (
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.expected import Expected
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
-from moeserve.proto.passes.memory import LaneMemory, Room
-from moeserve.proto.tensors import Array, Plain, TensorError, copy_into, in_place, known, plain
+from moeserve.proto.passes.memory import LaneMemory, Room, Specs
+from moeserve.proto.tensors import Array, Plain, TensorError, in_place, known, plain
+from moeserve.proto.transports.copies import copy_into
 
 NO_TAG = 1 << 64
 """What no word is."""
@@ -80,10 +81,11 @@ class Pass:
         bf16 = self._memory.layout.dtype.name == "bf16"
         rows = plain(hidden, "hidden", dtype="bf16" if bf16 else "")
         count = rows.storage.shape[0] if rows.storage.ndim else 0
-        self.post_columns(stage, count, columns_of(rows, route, self.room(stage, count)))
+        self.room(stage, count)  # or there is none for so many
+        self.post_columns(stage, count, columns_of(rows, route, self._memory.specs(count)))
 
     def post_columns(self, stage: int, count: int, columns: Columns, *, placed: bool = False) -> None:
-        """Does as `post` with what `columns_of` its room are. placed: hidden states lie there already."""
+        """Does as `post` with what `columns_of` gave. placed: hidden states lie there already."""
         there = self.room(stage, count)
         for into, column in zip(there[placed:], columns[placed:], strict=True):  # hidden states are the first
             if column is not None:
@@ -226,11 +228,11 @@ class Pass:
             self.give_up()
 
 
-def columns_of(rows: Plain, route: Choice | Logits, room: Room) -> Columns:
-    """Hidden states, ids, weights and logits as `room` takes them. Raises TensorError."""
-    hidden, *places = room
-    if rows.spec != hidden.spec:
-        raise TensorError("hidden", f"{rows.spec}; this lane takes {hidden.spec}")
+def columns_of(rows: Plain, route: Choice | Logits, specs: Specs) -> Columns:
+    """Hidden states, ids, weights and logits as a lane takes them. Raises TensorError."""
+    hidden, *wanted = specs
+    if rows.spec != hidden:
+        raise TensorError("hidden", f"{rows.spec}; this lane takes {hidden}")
     given: dict[str, Plain] = {}
     if isinstance(route, Choice):
         ids = plain(route.experts, "ids")
@@ -242,10 +244,17 @@ def columns_of(rows: Plain, route: Choice | Logits, room: Room) -> Columns:
         given = {"ids": ids, "weights": plain(route.weights, "weights")}
     else:
         given = {"logits": plain(route.logits, "logits")}
-    for name, place in zip(("ids", "weights", "logits"), places, strict=True):
-        if name in given and given[name].spec != place.spec:
-            raise TensorError(name, f"{given[name].spec}; this lane takes {place.spec}")
+    for name, spec in zip(("ids", "weights", "logits"), wanted, strict=True):
+        if name in given and given[name].spec != spec:
+            raise TensorError(name, f"{given[name].spec}; this lane takes {spec}")
     return rows, given.get("ids"), given.get("weights"), given.get("logits")
+
+
+def cut_of(columns: Columns, start: int, stop: int) -> Columns:
+    """Rows [start, stop) of each."""
+    hidden, *route = columns
+    ids, weights, logits = (None if column is None else column.rows(start, stop) for column in route)
+    return hidden.rows(start, stop), ids, weights, logits
 
 
 def _failure(status: Status, text: str) -> MoeError:

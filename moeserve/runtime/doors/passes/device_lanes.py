@@ -157,6 +157,7 @@ class DeviceLanes:
             patience_seconds=limits.patience,
             mailbox_handle=handle,
             rows_wire=wire,
+            goes_ahead=not isinstance(lane, DeviceLane),
         )
         return lane, reply
 
