@@ -18,11 +18,13 @@ import pytest
 import torch
 import transformers
 from checkpoints import make_checkpoint, make_tokenizer
+from lane_calls import Ordinary
 from transformers.utils import import_utils
 
 from moeserve.proto.client import MoeClient
 from moeserve.proto.integrations import transformers_serve
 from moeserve.proto.integrations.transformers import experts_modules, load
+from moeserve.proto.integrations.transformers_serve import client_of
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 PROMPT = "four ranks answer as one"
@@ -49,16 +51,26 @@ def whole(model_path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model_path)
 
 
+@pytest.mark.parametrize("lanes", [0, 2])  # a lane has one dtype
 def test_a_model_generates_through_the_house_what_it_generates_alone(
-    house: LocalCluster, model_path: Path, whole: Any
+    house: LocalCluster, model_path: Path, whole: Any, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By messages, and over device lanes, which take a choice's weights as float32 alone."""
     tokens = torch.randint(3, 259, (3, 40), generator=torch.Generator().manual_seed(5))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    with MoeClient(house.address, timeout=30) as client, torch.no_grad():
+    ordinary = Ordinary(monkeypatch)
+    with client_of(house.address, lanes, 30.0, None) as client, torch.no_grad():
         model = load(str(model_path), client)
         assert not [p for _, module in experts_modules(model).values() for p in module.parameters()]
         assert (model(tokens).logits - whole(tokens).logits).abs().max() <= 1e-4
         assert torch.equal(model.generate(tokens, **settings), whole.generate(tokens, **settings))
+        half = load(str(model_path), client, dtype=torch.bfloat16)
+        before = ordinary.calls
+        assert half(tokens[:1]).logits.dtype == torch.bfloat16
+    if lanes:
+        assert (before, ordinary.calls) == (4, 4), "of 120 rows alone, which no lane of this house takes"
+    else:
+        assert before > 16 and ordinary.calls == before + 2
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,8 @@ class Remote:
         """Mixed rows [T, H] where `hidden` lies; experts [T, K] int64, -1 = none; weights [T, K]."""
         if short := max(0, self.top_k - experts.shape[1]):
             experts, weights = pad(experts, (0, short), value=-1), pad(weights, (0, short))
-        answer = self.service.forward(self.layer, hidden, experts, weights)
+        # weights as device lanes take them, which a client may have
+        answer = self.service.forward(self.layer, hidden, experts, weights.float())
         # a copy, since models add to it in place and it may lie in the reply's own bytes
         return cast(Tensor, answer).to(hidden.device, copy=True)
 

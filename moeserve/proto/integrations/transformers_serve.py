@@ -15,6 +15,7 @@ from typing import Any
 from moeserve.proto.client import MoeClient
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError
+from moeserve.proto.passes.lane_client import LaneClient
 
 PROGRAM = "python -m moeserve.proto.integrations.transformers_serve"
 INSTALL = "pip install 'moeserve[serving]'"
@@ -33,17 +34,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--experts-credentials", metavar="TOML", help="file of what to trust and show (proto/credentials.py)"
     )
+    parser.add_argument(
+        "--experts-lanes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="device lanes of a rank on this host, for calls, one at a time each (LaneClient); 0: none",
+    )
     own, others = parser.parse_known_args(arguments)
     try:
         serve = server_command()
         shown = Credentials.load(own.experts_credentials) if own.experts_credentials else None
-        with MoeClient(own.experts, timeout=own.experts_timeout, credentials=shown) as client:
+        with client_of(own.experts, own.experts_lanes, own.experts_timeout, shown) as client:
             put_behind(client)
             serve(args=others, prog_name=PROGRAM)
     except (ImportError, ValueError, MoeError) as failed:
         print(f"{PROGRAM}: {failed}", file=sys.stderr)
         return 2
     return 0
+
+
+def client_of(address: str, lanes: int, timeout: float, credentials: Credentials | None) -> MoeClient:
+    """Whose calls go over so many device lanes where they can; 0: as messages. ValueError for fewer."""
+    if not lanes:
+        return MoeClient(address, timeout=timeout, credentials=credentials)
+    return LaneClient(address, lanes=lanes, timeout=timeout, credentials=credentials)
 
 
 def server_command() -> Any:
