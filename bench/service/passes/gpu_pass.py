@@ -66,14 +66,15 @@ PARTS = ("hop", "loop", "callers")
 GRACE = 120.0  # seconds that a run may take longer than it was told, before it is ended where it hangs
 
 
-def config_of(folder: Path, load_as: str) -> Config:
-    """One rank on one GPU."""
+def config_of(folder: Path, load_as: str, short_rows: int = 0) -> Config:
+    """One rank on one GPU. short_rows: of steps that have a track of their own."""
     return Config().with_values(
         {
             "model.checkpoint": str(folder),
             "model.load_as": load_as,
             "plan.device": "cuda",
             "step.graph_rows": 1024,
+            "passes.short_rows": short_rows,
             "members.held_multiprocessors": 0 if torch.cuda.device_count() > 1 else 8,
             "server.port": 0,
             "server.metrics_port": 0,
@@ -137,9 +138,10 @@ class Run:
         where = "two processes on two GPUs" if self.two else "one process on one GPU"
         self.mode = f"{where}, {args.load_as or 'fp8'}"
         self.parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
-        self.rows, self.passes, self.alike = args.rows, args.passes, args.alike
+        self.rows, self.passes = args.rows, args.passes
         self.wanted = Wanted(args.passes, args.attention, args.stages)
-        self.config = config_of(folder, args.load_as)
+        self.config = config_of(folder, args.load_as, args.short_rows)
+        self.kind = callers.Kind(args.alike, args.short_rows)
         self.clock = Clock(args.seconds)
         self.results: list[Result] = []
         self._alone: dict[int, list[float]] = {}
@@ -163,7 +165,7 @@ class Run:
             self._loop(rank, runs)
         if "callers" in self.parts and self.two:
             for rows in (callers.SMALL, callers.BIG):
-                given = callers.given_of(self.sizes, rows, self.owner, alike=self.alike)
+                given = callers.given_of(self.sizes, rows, self.owner, alike=self.kind.alike)
                 found, right = steps_alone(rank, given, self.sizes.layers, min(HOP_PASSES, self.passes))
                 self._steps[rows] = callers.Alone(float(np.median(found)), right)
         elif "callers" in self.parts:
@@ -223,7 +225,7 @@ class Run:
             if "callers" in self.parts:
                 wanted = min(HOP_PASSES, self.passes)
                 self.results += callers.compared(
-                    opened, self.sizes, self._steps, self.clock, wanted, alike=self.alike
+                    opened, self.sizes, self._steps, self.clock, wanted, self.kind
                 )
             loop = Loop(self.sizes, self.home, self.mode, self.wanted, self.clock) if self._known else None
             rows_left = list(self._known)
@@ -297,6 +299,12 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), help="of the loop")
     parser.add_argument(
         "--alike", action="store_true", help="of callers: each expert is chosen by one row of the small one"
+    )
+    parser.add_argument(
+        "--short-rows",
+        type=int,
+        default=0,
+        help="passes.short_rows: steps of up to so many overtake larger ones",
     )
     parser.add_argument("--load-as", default="", help="a scheme that experts are quantized to, such as nvfp4")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole run")

@@ -39,6 +39,17 @@ class Alone(NamedTuple):
     right: list[Tensor]  # answers, by step
 
 
+class Kind(NamedTuple):
+    """What callers ask for, and how they are served."""
+
+    alike: bool  # as of `given_of`
+    short_rows: int = 0  # of steps that overtake larger ones; 0: callers take turns
+
+    def __str__(self) -> str:
+        apart = f", steps of up to {self.short_rows} rows on a track of their own" if self.short_rows else ""
+        return ", steps alike" * self.alike + apart
+
+
 def given_of(sizes: Sizes, rows: int, device: str, *, alike: bool) -> list[Given]:
     """What the steps of a forward pass get. alike: each expert is chosen by one row of the small caller, so
     that its steps read as many experts; else rows choose by chance.
@@ -94,13 +105,20 @@ class Big:
     def __init__(self, side: Side, spin: int) -> None:
         self._side, self._spin = side, spin
         self._queued = deque[torch.cuda.Event]()
+        self._marks = list[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     def feed(self) -> None:
         """Queues passes until there are `AHEAD`."""
         while self._queued and self._queued[0].query():
             self._queued.popleft()
         while len(self._queued) < AHEAD:
-            self._queued.append(self._side.launch(self._spin)[-1][1])
+            self._marks += self._side.launch(self._spin)
+            self._queued.append(self._marks[-1][1])
+
+    def microseconds(self) -> list[float]:
+        """Of each of its steps, once all are over: the last ones had no company."""
+        self._marks[-1][1].synchronize()
+        return [begin.elapsed_time(end) * 1e3 for begin, end in self._marks]
 
 
 def spun(wanted: float) -> int:
@@ -126,12 +144,12 @@ def microseconds(small: Side, spin: int, passes: int, big: Big | None = None) ->
 
 
 def compared(
-    opened: Opened, sizes: Sizes, steps: dict[int, Alone], clock: Clock, wanted: int, *, alike: bool
+    opened: Opened, sizes: Sizes, steps: dict[int, Alone], clock: Clock, wanted: int, kind: Kind
 ) -> list[Result]:
-    """The small caller alone and beside the big one. steps: by rows. alike: as of `given_of`."""
+    """The small caller alone and beside the big one. steps: by rows."""
     results = []
     with torch.cuda.device(HOME):
-        small, big = (Side(opened, sizes, rows, alike=alike) for rows in (SMALL, BIG))
+        small, big = (Side(opened, sizes, rows, alike=kind.alike) for rows in (SMALL, BIG))
         for at, attention in enumerate(ATTENTION):
             spin = spun(attention) if attention else 0
             time.sleep(2 * COMPANY_SECONDS)  # the other one's steps count as company until then
@@ -146,28 +164,31 @@ def compared(
             other = microseconds(big, spin, BIG_PASSES)
             beside = microseconds(small, spin, passes, Big(big, spin))
             with opened.quiet():
-                quiet = microseconds(small, spin, passes, Big(big, spin))
+                company = Big(big, spin)
+                quiet = microseconds(small, spin, passes, company)
+            bigs = other, company.microseconds()
             for side, rows in ((small, SMALL), (big, BIG)):
                 side.way.check()
                 right = [one.to(HOME) for one in steps[rows].right]
                 check(f"callers, {rows} rows", (0, 0), side.answers, right)
-            results.append(_told((attention, alike), alone, (beside, other, quiet), steps))
+            results.append(_told((attention, kind), alone, (beside, quiet), bigs, steps))
         for side in (small, big):
             side.way.close()
     return results
 
 
 def _told(
-    case: tuple[float, bool],
+    case: tuple[float, Kind],
     alone: list[float],
-    others: tuple[list[float], list[float], list[float]],
+    others: tuple[list[float], list[float]],
+    bigs: tuple[list[float], list[float]],
     steps: dict[int, Alone],
 ) -> Result:
-    """case: attention, and whether steps are alike. others: steps beside the big caller, the big caller's
-    alone, and those beside it with no rebalances.
+    """case: attention, and of what kind they are. others: steps beside the big caller, and those with no
+    rebalances. bigs: the big caller's alone, and beside the small one.
     """
-    attention, alike = case
-    beside, big_alone, quiet = others
+    attention, kind = case
+    (beside, quiet), (big_alone, big_beside) = others, bigs
     p50, p99 = float(np.median(alone)), float(np.percentile(beside, 99))
     peers = {
         "alone p50": p50,
@@ -181,14 +202,15 @@ def _told(
         "longest": max(beside),
         "big alone p50": float(np.median(big_alone)),
         "big alone p99": float(np.percentile(big_alone, 99)),
+        "big beside p50": float(np.median(big_beside)),
+        "big beside p99": float(np.percentile(big_beside, 99)),
         "passes": len(beside) / DEPTH,
         "big step": steps[BIG].microseconds,
         "small step": steps[SMALL].microseconds,
     }
     made = Result(
         "gpu_pass",
-        f"a caller of {SMALL} rows beside one of {BIG}{', steps alike' * alike}, attention {attention:g} us, "
-        "p99 of a step",
+        f"a caller of {SMALL} rows beside one of {BIG}{kind}, attention {attention:g} us, p99 of a step",
         round(p99, 2),
         "us",
         "lower",
