@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
 from moeserve.proto.integrations.seams import seam_of
+from moeserve.proto.passes.lane_client import LaneClient
 
 IMPLEMENTATION = "moeserve"
 """The name under which transformers knows these experts (`experts_implementation`)."""
@@ -66,8 +67,9 @@ class Remote:
         """Mixed rows [T, H] where `hidden` lies; experts [T, K] int64, -1 = none; weights [T, K]."""
         if short := max(0, self.top_k - experts.shape[1]):
             experts, weights = pad(experts, (0, short), value=-1), pad(weights, (0, short))
-        # weights as device lanes take them, which a client may have
-        answer = self.service.forward(self.layer, hidden, experts, weights.float())
+        if isinstance(self.service, LaneClient):
+            weights = weights.float()  # as lanes take them
+        answer = self.service.forward(self.layer, hidden, experts, weights)
         # a copy, since models add to it in place and it may lie in the reply's own bytes
         return cast(Tensor, answer).to(hidden.device, copy=True)
 

@@ -77,6 +77,8 @@ def divided(rows: int, most: int) -> list[tuple[int, int]]:
     """Where a call's rows begin and end that are a step each, of so many at most. The steps are about alike,
     as those that are launched together are, and the first has the most.
     """
+    if rows <= most:
+        return [(0, rows)]
     steps = -(-rows // most)
     each = -(-rows // steps)
     return [(at, min(at + each, rows)) for at in range(0, rows, each)]
@@ -109,7 +111,7 @@ class CalledLane:
         parts = divided(len(columns[0].storage), self.lane.wanted.rows)
         run = self.run_of(layer, version, clock, len(parts))
         for stage, (start, stop) in enumerate(parts):
-            cut = cut_of(columns, start, stop)
+            cut = columns if len(parts) == 1 else cut_of(columns, start, stop)
             run.post_columns(stage, stop - start, cut, placed=self.placed)
         return run
 
@@ -181,5 +183,7 @@ class CalledLane:
 
 def _same_place(one: Plain, other: Plain) -> bool:
     """Whether both are the same memory."""
+    if one is other:
+        return True
     first, second = (array.storage.__array_interface__["data"][0] for array in (one, other))
     return bool(first == second)

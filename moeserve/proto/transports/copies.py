@@ -34,9 +34,12 @@ def copy_into(into: NDArray[Any], found: NDArray[Any]) -> None:
     """Copies `found` into `into`, alike in dtype and shape; large dense ones by the threads that torch has,
     `most_threads` at most, where the caller's program has imported it: numpy has one.
     """
+    if found.nbytes < THREADED_BYTES:
+        into[:] = found
+        return
     torch = sys.modules.get("torch")
     dense = into.flags.c_contiguous and found.flags.c_contiguous and found.flags.writeable
-    if torch is None or not dense or found.nbytes < THREADED_BYTES:
+    if torch is None or not dense:
         into[:] = found
         return
     there, here = (torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in (into, found))
