@@ -26,6 +26,7 @@ from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, N
 from moeserve.proto.passes import called_lane
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
+from moeserve.proto.passes.refusals import Refusals
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -188,7 +189,7 @@ def test_where_all_lanes_are_taken_calls_go_the_other_way(
         for turn in range(3):
             check(client, alone, 0, 2, seed=turn)
         assert ordinary.calls == 3 and not client._idle and len(client._lines) == 0
-    client._refused_until = 0.0
+    client._refusals = Refusals()
     check(client, alone, 0, 2, seed=4)
     assert ordinary.calls == 3
 
@@ -351,7 +352,7 @@ def test_more_rows_than_a_rank_takes_go_the_other_way(
         batch = alone.batch(33, seed=2)
         with suppress(MoeError):  # the rank takes no such call, either
             other.forward(0, *batch)
-        assert ordinary.calls == 1 and other._most_rows == 32 and not other._lines
+        assert ordinary.calls == 1 and other._refusals.limit(("fp32", 0), 99) == 32 and not other._lines
         check(other, alone, 0, 32, seed=3)
         assert ordinary.calls == 1
 

@@ -12,8 +12,8 @@ from houses import Alone, house_config
 from lane_calls import CLOSE, Ordinary, check, line_of
 
 from moeserve.proto.client import Choice, Logits, MoeClient
-from moeserve.proto.errors import InvalidArgument, MoeError
-from moeserve.proto.passes import answers, lane_client
+from moeserve.proto.errors import InvalidArgument, MoeError, Unavailable
+from moeserve.proto.passes import answers, lane_client, refusals
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.passes.running import Pass
@@ -131,10 +131,44 @@ def test_a_rank_that_launches_no_steps_ahead_gets_many_rows_as_one_step(
         assert ordinary.calls == 0
         for turn in range(3):
             check(client, alone, 0, 20, seed=turn)
-        assert ordinary.calls == 3 and not client._lines and client._most_rows == 8
+        assert ordinary.calls == 3 and client._refusals.limit(("fp32", 0), 99) == 8
+        assert line_of(client).lane.wanted.rows == 8, "which stays"
         check(client, alone, 0, 8, seed=2)
-        check(client, alone, 0, 20, seed=3)
-        assert ordinary.calls == 4 and line_of(client).lane.wanted.rows == 8, "which stays"
+        assert ordinary.calls == 3
+        monkeypatch.setattr(refusals, "LIMITED_SECONDS", 0.0)
+        client._refusals.limited(("fp32", 0), 8)
+        assert client._refusals.limit(("fp32", 0), 99) == 99, "after a while a rank is asked again"
+
+
+@pytest.mark.parametrize("why", ["refused", "another dtype"])
+def test_what_is_refused_of_one_kind_is_not_of_others(
+    stepped: LaneClient, alone: Alone, ordinary: Ordinary, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    check(stepped, alone, 0, 5, seed=1)
+    small = line_of(stepped)
+    real = AttachedLane.attach
+
+    def attach(address: str, wanted: Wanted) -> AttachedLane:
+        if why == "refused" and wanted.stages > 1:
+            raise Unavailable("UNAVAILABLE", "", "no room for such a lane")
+        lane = real(address, wanted)
+        lane.goes_ahead = wanted.dtype == "bf16"
+        return lane
+
+    monkeypatch.setattr(AttachedLane, "attach", attach)
+    check(stepped, alone, 0, 20, seed=2)
+    assert ordinary.calls == 1 and line_of(stepped) is small and small.alive, "the lane that there is stays"
+    for turn in range(3):
+        check(stepped, alone, 1, 5, seed=turn)
+    assert ordinary.calls == 1
+    if why == "another dtype":
+        hidden, experts, weights = alone.batch(20, seed=5)
+        small.used_at = -1e9  # nobody has called it for long
+        found = stepped.forward(0, hidden.bfloat16(), experts, weights)
+        torch.testing.assert_close(
+            found.float(), alone.forward(0, hidden, experts, weights), rtol=0.1, atol=0.1
+        )
+        assert ordinary.calls == 1 and line_of(stepped).lane.wanted.stages == 4
 
 
 def test_no_held_answer_is_written_over(

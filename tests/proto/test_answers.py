@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import pytest
 import torch
 
+from moeserve.proto.passes import answers as answers_module
 from moeserve.proto.passes.answers import SMALLEST_BYTES, Answers
 from moeserve.proto.tensors import Plain, known, restore
 
@@ -63,6 +65,19 @@ def test_no_more_is_kept_than_was_said_and_nothing_when_closed() -> None:
     assert not answers._idle
     del one
     assert not answers._idle
+
+
+def test_memory_that_nobody_holds_is_bounded_in_bytes_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers_module, "MOST_IDLE_BYTES", 3 * LIKE.nbytes)
+    kept = Answers(8)
+    held = [kept.empty_like(LIKE) for _ in range(5)]
+    held.clear()
+    assert len(kept._idle) == 3 and kept.idle_bytes == 3 * LIKE.nbytes
+    monkeypatch.setattr(answers_module, "IDLE_SECONDS", -1.0)
+    kept.empty_like(np.zeros((6, SMALLEST_BYTES // 2), np.uint16))
+    assert len(kept._idle) == 1, "what has waited goes with the next call of another size"
+    kept.empty_like(np.zeros((7, SMALLEST_BYTES // 2), np.uint16))
+    assert not kept._idle, "more than is kept at all"
 
 
 def test_no_two_threads_get_the_same_memory() -> None:

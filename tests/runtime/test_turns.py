@@ -15,7 +15,7 @@ from mail_callers import AHEAD, PATIENCE, WORDS_ALONE, Caller
 from moeserve.dispatch.mail.kernels import ABORT, MISFIT, YIELD
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import tag_of
-from moeserve.runtime.doors.passes.mail_pass import EARLY_TURNS, MISSED_STEPS
+from moeserve.runtime.doors.passes.mail_pass import EARLY_TURNS, MISSED_STEPS, UnderWay
 from moeserve.runtime.doors.passes.turns import APART, RECENT, Company, Turns
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.runs.runs import Run, Told
@@ -267,6 +267,14 @@ def test_who_waits_for_rows_beside_the_other_track_keeps_nobody_there_waiting(re
     assert few.lane.ready_turn > many.lane.waiting_turn > 0
     Turns.leave([few.lane, many.lane])
     assert not many.aborted, "it leaves room for the other's steps"
+    few.lane._pass.under_way.append(UnderWay(99, None, False, beside=True))  # type: ignore[union-attr]
+    Turns.leave([few.lane, many.lane])
+    assert not many.aborted
+    few.lane._pass.under_way[-1].beside = False  # type: ignore[union-attr]
+    Turns.leave([few.lane, many.lane])
+    assert many.mail.lane.abort[0] == YIELD, "what lies behind it needs the whole device"
+    many.mail.say(0)
+    few.lane._pass.under_way.pop()  # type: ignore[union-attr]
     many.lane._pass.under_way[0].beside = False  # type: ignore[union-attr]
     Turns.leave([few.lane, many.lane])
     assert many.mail.lane.abort[0] == YIELD, "as was launched before anybody had another track"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from typing import Any
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 
 SMALLEST_BYTES = 1 << 20
 """Of an answer for which memory is kept: the C library keeps that of smaller ones."""
+
+MOST_IDLE_BYTES, IDLE_SECONDS = 256 << 20, 10.0
+"""Of all memory that nobody holds; what has waited longer goes with the next call."""
 
 LARGEST_PART = 2
 """Memory is used again for answers that need all of it, or at least one part of so many."""
@@ -26,8 +30,13 @@ class Answers:
 
     def __init__(self, most_idle: int) -> None:
         """most_idle: answers whose memory is kept while nobody holds them."""
-        self._idle: deque[NDArray[np.uint8]] = deque(maxlen=most_idle)
+        self._idle: deque[tuple[float, NDArray[np.uint8]]] = deque(maxlen=most_idle)  # with since when
         self._closed = False
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of memory that nobody holds."""
+        return sum(memory.nbytes for _, memory in list(self._idle))
 
     def empty_like(self, found: NDArray[Any]) -> NDArray[Any]:
         """A dense array to be filled, which is the caller's with all that is made of it."""
@@ -47,16 +56,24 @@ class Answers:
         self._idle.clear()
 
     def _fitting(self, nbytes: int) -> NDArray[np.uint8] | None:
+        old = time.monotonic() - IDLE_SECONDS
         for _ in range(len(self._idle)):
             try:
-                memory = self._idle.popleft()
+                since, memory = self._idle.popleft()
             except IndexError:  # another thread has it
                 break
             if nbytes <= memory.nbytes <= LARGEST_PART * nbytes:
                 return memory
-            self._idle.append(memory)
+            if since > old:
+                self._idle.append((since, memory))
         return None
 
     def _back(self, memory: NDArray[np.uint8]) -> None:
-        if not self._closed:
-            self._idle.append(memory)  # the one that has waited longest goes
+        if self._closed or memory.nbytes > MOST_IDLE_BYTES:
+            return
+        self._idle.append((time.monotonic(), memory))  # the one that has waited longest goes
+        while self.idle_bytes > MOST_IDLE_BYTES:
+            try:
+                self._idle.popleft()
+            except IndexError:  # another thread has it
+                break

@@ -30,6 +30,7 @@ from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, U
 from moeserve.proto.passes.answers import Answers
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.called_lane import CalledLane, divided
+from moeserve.proto.passes.refusals import REFUSED_SECONDS, Refusals
 from moeserve.proto.passes.running import PassLate, columns_of
 from moeserve.proto.tensors import Array, Plain, TensorError, plain, restore
 from moeserve.proto.transports.shared_memory import SharedTensor
@@ -37,11 +38,6 @@ from moeserve.proto.transports.shared_memory import SharedTensor
 FEWEST_ROWS, MOST_ROWS, MOST_STEPS = 16, 2048, 4
 """Rows of a lane's step: enough for the call it is made for. A call of more is several steps, one of which is
 computed while the rows of the next are copied; of fewer rows each would read as many experts.
-"""
-
-REFUSED_SECONDS = 5.0
-"""After a rank has refused a lane, until one is asked for again; and after a lane's last call, until it may
-go for one of another dtype or rank.
 """
 
 ATTACH_SECONDS = 10.0
@@ -94,9 +90,10 @@ class LaneClient(MoeClient):
         self._lines = weakref.WeakSet[CalledLane]()  # that calls share: one whose call was interrupted goes
         self._coming = 0  # that are about to be attached
         self._placed: dict[int, CalledLane] = {}  # by the region of rows that were handed out
-        self._refused_until = 0.0
-        self._most_rows = MOST_STEPS * MOST_ROWS  # that a rank was not seen to refuse
-        self._answers = Answers(2 * lanes)  # a caller has the last one, mostly, when it calls again
+        self._refusals = Refusals()
+        self._answers = Answers(
+            4 * lanes
+        )  # of several sizes; a caller has the last one, mostly, when it calls again
         self._closed = False
         self._lock = threading.Lock()
 
@@ -190,7 +187,7 @@ class LaneClient(MoeClient):
                 gone.close(0.0)
             return None
         count = len(rows.storage) if rows.storage.ndim == 2 else 0
-        if not 0 < count <= self._most_rows:
+        if not 0 < count <= MOST_STEPS * MOST_ROWS:
             return None
         if count > MOST_ROWS and isinstance(hidden, SharedTensor):  # whose rows the other way does not copy
             return None
@@ -297,7 +294,9 @@ class LaneClient(MoeClient):
                 self._idle.remove(line)
                 line.user = me
                 return line
-            if self._closed or time.monotonic() < self._refused_until:
+            several = len(rows.storage) > MOST_ROWS
+            asks = self._refusals.asks((rows.dtype.name, rank), len(rows.storage), several=several)
+            if self._closed or not asks:
                 return None
             if len(self._lines) + self._coming >= self._most:
                 small = self._replaced(rows, rank)
@@ -305,13 +304,27 @@ class LaneClient(MoeClient):
                     return None
                 self._lines.discard(small)
             self._coming += 1
+        made: CalledLane | None = None
         try:
-            if small is not None:
+            if small is not None and not several:  # a rank may have no room for both
                 small.close(min(DETACH_SECONDS, clock.remaining))
-            return self._attached(rows, rank, clock)
+            made = self._attached(rows, rank, clock)
+            return made
         finally:
             with self._lock:
                 self._coming -= 1
+            if small is not None and several:
+                self._settled(small, made, clock)
+
+    def _settled(self, small: CalledLane, made: CalledLane | None, clock: Clock) -> None:
+        """The lane that was to go for another one goes, or stays, where there is no other."""
+        with self._lock:
+            stays = made is None and not self._closed
+            if stays:
+                self._lines.add(small)
+                self._idle.append(small)
+        if not stays:
+            small.close(min(DETACH_SECONDS, clock.remaining))
 
     def _replaced(self, rows: Plain, rank: int | None) -> CalledLane | None:
         """An idle lane that goes for another one: it is too small, or was not called for long."""
@@ -342,7 +355,8 @@ class LaneClient(MoeClient):
         """A new lane; None where no rank gives one now."""
         count = len(rows.storage)
         steps = divided(count, MOST_ROWS)
-        room = min(MOST_ROWS, self._most_rows, max(FEWEST_ROWS, _power(steps[0][1])))
+        kind = rows.dtype.name, rank
+        room = self._refusals.limit(kind, min(MOST_ROWS, max(FEWEST_ROWS, _power(steps[0][1]))))
         seconds = min(ATTACH_SECONDS, clock.remaining)
         wanted = self._wanted((room, _power(len(steps))), rows.dtype.name, rank, seconds)
         least = replace(wanted, rows=steps[0][1], stages=len(steps))
@@ -354,16 +368,16 @@ class LaneClient(MoeClient):
                     raise
                 line = CalledLane(AttachedLane.attach(self.address, least))
             if len(steps) > 1 and not line.lane.goes_ahead:  # a CPU computes one step sooner than several
-                self._most_rows = min(self._most_rows, MOST_ROWS)
+                self._refusals.limited(kind, MOST_ROWS)
                 line.close(min(DETACH_SECONDS, clock.remaining))
                 return None
             self._lines.add(line)
             return line
         except MoeError as refused:
             if isinstance(refused, InvalidArgument) and refused.message.startswith("rows:"):
-                self._most_rows = min(self._most_rows, (len(steps) - 1) * MOST_ROWS or count - 1)
+                self._refusals.limited(kind, (len(steps) - 1) * MOST_ROWS or count - 1)
             else:
-                self._refused_until = time.monotonic() + REFUSED_SECONDS
+                self._refusals.refused(several=len(steps) > 1)
             log.info("calls of %d rows to %s have no device lane now: %s", count, self.address, refused)
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -63,7 +64,8 @@ def _setter() -> Callable[[int], object] | None:
     torch: Any = sys.modules["torch"]
     try:
         (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
-        found: Callable[[int], object] = ctypes.PyDLL(str(library)).omp_set_num_threads
+        loaded = ctypes.PyDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # the one that is there
+        found: Callable[[int], object] = loaded.omp_set_num_threads
     except (ValueError, OSError, AttributeError):
         return None
     return found

@@ -308,7 +308,7 @@ class _RankProcess:
             return None, why
         try:
             way = member.between_steps, member.steps.after, lambda: member.joined
-            runs = MemberRuns(rank, *way, group, passes.short_rows)
+            runs = MemberRuns(rank, *way, group, passes.short_rows if rank.served.mesh.ranks == 1 else 0)
         except (CompileError, LaunchError) as error:  # the rank serves all other callers
             log.warning("rank %d takes no rows of callers' GPUs: %s", rank.index, error)
             return None, f"the kernels that wait for rows cannot be loaded at this rank: {error}"

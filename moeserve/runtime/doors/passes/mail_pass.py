@@ -166,6 +166,11 @@ class MailPass:
         """Whether that one leaves the other track what it needs."""
         return next((one.beside for one in self.under_way if one.waits_in_turn), False)
 
+    @property
+    def ready_beside(self) -> bool:
+        """Whether the last run under way that does not wait leaves room; so does one that is yet to come."""
+        return next((one.beside for one in reversed(self.under_way) if not one.waits_in_turn), True)
+
     def moves(self, *, short: bool) -> bool:
         """Whether the next run has to wait, since runs are under way on the other track."""
         return self.flying > 0 and short is not self.short
@@ -201,6 +206,12 @@ class PassLane(HandedLane):
         """Whether that one leaves the other track what it needs."""
         with self._lock:
             return self._pass is not None and self._pass.beside
+
+    @property
+    def ready_beside(self) -> bool:
+        """Whether its last run whose rows are there leaves the other track what it needs."""
+        with self._lock:
+            return self._pass is None or self._pass.ready_beside
 
     @property
     def short(self) -> bool:

@@ -48,6 +48,10 @@ class TakesTurns(Protocol):
         """Whether its steps are on the track of those of few rows."""
 
     @property
+    def ready_beside(self) -> bool:
+        """Whether its last run whose rows are there has room beside one of the other track's that waits."""
+
+    @property
     def beside(self) -> bool:
         """Whether what waits in its turn keeps nobody of the other track waiting."""
 
@@ -94,10 +98,10 @@ class Turns:
     def leave(lanes: Iterable[TakesTurns]) -> None:
         """Has those left that wait in their turn, and keep others waiting whose rows are there."""
         there = list(lanes)
-        ready = [(lane.ready_turn, lane.short) for lane in there]
+        ready = [(lane.ready_turn, lane.short, lane.ready_beside) for lane in there]
         for lane in there:
             if (turn := lane.waiting_turn) <= 0:
                 continue
             short, beside = lane.short, lane.beside
-            if any(turn < one for one, where in ready if where == short or not beside):
+            if any(turn < one for one, where, fits in ready if where == short or not (beside and fits)):
                 lane.leave_turn()
