@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -42,23 +44,24 @@ def stat_of(pid: int, proc: Path = Path("/proc")) -> Stat | None:
 
 class Child:
     """A process that a forkserver has started. It may outlive the forkserver, which then says nothing of it
-    any more: multiprocessing calls it ended, with UNKNOWN, and what the kernel tells counts.
+    any more: multiprocessing calls it ended, with UNKNOWN, and what the kernel tells counts. Safe to use from
+    any thread: of two that ask multiprocessing at once one would be told, and the other be told UNKNOWN.
     """
 
     def __init__(self, process: BaseProcess) -> None:
         """process: has been started."""
-        self._process, self.pid = process, process.pid or 0
+        self._process, self.pid, self._lock = process, process.pid or 0, threading.Lock()
         self._born = stat_of(self.pid)
 
     @property
     def runs(self) -> bool:
         """Whether it has not ended."""
-        return self._process.is_alive() or self._untold
+        return self.exitcode is None or self._untold
 
     @property
     def _untold(self) -> bool:
         """Whether it is there, and its forkserver is not."""
-        if self._process.exitcode != UNKNOWN:
+        if self.exitcode != UNKNOWN:
             return False
         now, before = stat_of(self.pid), self._born
         return now is not None and before is not None and now.born == before.born
@@ -66,23 +69,27 @@ class Child:
     @property
     def exitcode(self) -> int | None:
         """How it has ended: less than 0 by that signal, UNKNOWN where its forkserver ended first."""
-        return self._process.exitcode
+        with self._lock:
+            return self._process.exitcode
 
     @property
     def sentinel(self) -> int | None:
         """What becomes ready when it ends; None where that cannot be told any more."""
-        return None if self._process.exitcode == UNKNOWN else self._process.sentinel
+        return None if self.exitcode == UNKNOWN else self._process.sentinel
 
     def kill(self) -> None:
         """Kills it, and never one that took the same id later."""
-        self._process.kill()
+        with self._lock:
+            self._process.kill()
         if self._untold:
             os.kill(self.pid, signal.SIGKILL)
 
     def join(self, seconds: float) -> None:
         """Waits for its end, at most so many seconds."""
         until = time.monotonic() + seconds
-        self._process.join(max(0.0, seconds))
+        wait([self._process.sentinel], max(0.0, seconds))
+        with self._lock:
+            self._process.join(0)
         while self._untold and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
 

@@ -139,3 +139,45 @@ def test_a_process_outlives_its_forkserver(tmp_path: Path) -> None:
         check=False,
     )
     assert found.stdout == "ended\n", found.stderr
+
+
+ASKED_BY_MANY = """
+import multiprocessing, os, signal, sys, threading, time
+from moeserve.runtime.launch.watch import Child
+
+if __name__ == "__main__":
+    sys.setswitchinterval(1e-5)
+    context = multiprocessing.get_context("forkserver")
+    for _ in range(40):
+        process = context.Process(target=time.sleep, args=(60,))
+        process.start()
+        child, told = Child(process), []
+
+        def ask():
+            while child.runs:
+                pass
+            told.append(child.exitcode)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(10)
+        for thread in threads:
+            thread.join(10)
+        assert told == [-9] * 4, told
+    print("told")
+"""
+
+
+def test_all_who_ask_at_once_are_told_how_a_process_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "asked.py").write_text(ASKED_BY_MANY)
+    found = subprocess.run(
+        [sys.executable, str(tmp_path / "asked.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert found.stdout == "told\n", found.stderr
