@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +55,9 @@ class Child:
     @property
     def runs(self) -> bool:
         """Whether it has not ended."""
-        return self.exitcode is None or self._untold
+        with self._lock:
+            alive = self._process.is_alive()
+        return alive or self._untold
 
     @property
     def _untold(self) -> bool:
@@ -87,9 +88,11 @@ class Child:
     def join(self, seconds: float) -> None:
         """Waits for its end, at most so many seconds."""
         until = time.monotonic() + seconds
-        wait([self._process.sentinel], max(0.0, seconds))
-        with self._lock:
-            self._process.join(0)
+        alive = True
+        while alive:
+            with self._lock:  # for moments, as others may ask
+                self._process.join(max(0.0, min(LOOK_SECONDS, until - time.monotonic())))
+                alive = self._process.is_alive() and time.monotonic() < until
         while self._untold and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
 

@@ -49,6 +49,7 @@ def test_a_rank_that_is_just_being_started_again_is_ended_too(
             self.alive = False
 
     monkeypatch.setattr(cluster.ranks._context, "Process", Process)
+    monkeypatch.setattr(local_cluster, "STOP_SECONDS", 1.0)  # for it to end by itself, which it does not
     monkeypatch.setattr(cluster.head.coordinator, "wait_serving", lambda seconds: None)
     stopping = threading.Thread(target=cluster.stop)
     cluster.start()
