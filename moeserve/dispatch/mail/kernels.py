@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.arguments import Argument
 from moeserve.device.nvrtc import Program
 from moeserve.device.overlap import overlaps
 from moeserve.device.source import source
 from moeserve.dispatch.dispatcher import Living
+from moeserve.dispatch.mail.arguments import AWAIT, BRING, COPY, EXCHANGE, FETCH, POST, TAKE
 from moeserve.dispatch.mail.layout import FEW_BLOCKS, MOST_BLOCKS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import FUSED, RowRecord, divides_truly
 from moeserve.experts.batch import Tally
@@ -31,102 +32,6 @@ to be launched anew, as MISFIT says.
 CHOICE, LOGITS = 0, 1
 """What comes with the rows: chosen experts and weights, or router logits."""
 
-_ROWS = {
-    "lines_at": "u64",
-    "hidden_at": "u64",
-    "route_at": "u64",
-    "weights_at": "u64",
-    "stage": "int",
-    "layer": "int",
-    "kind": "int",
-    "row_words": "int",
-    "route_words": "int",
-}
-"""Where the rows of a stage's step lie in the mailbox, and what they are."""
-
-_BROUGHT = {
-    "table": "u64*",
-    "hidden": "const uint4*",
-    "route": "const u32*",
-    "weights": "const u32*?",
-    "header_at": "u64",
-    "count": "int",
-    **_ROWS,
-}
-"""The rows that a caller brings."""
-
-BRING = Arguments("BringArguments", **_BROUGHT)
-FETCH = Arguments(
-    "FetchArguments",
-    table="u64*",
-    out="uint4*",
-    lines_at="u64",
-    rows_at="u64",
-    stage="int",
-    count="int",
-    row_words="int",
-    lines="int",
-    awaited="int",
-)
-EXCHANGE = Arguments(
-    "ExchangeArguments",
-    **_BROUGHT,
-    bringing="int",
-    out="uint4*",
-    answer_lines_at="u64",
-    answer_at="u64",
-    answer_stage="int",
-    answer_count="int",
-    lines="int",
-)
-TAKE = Arguments(
-    "TakeArguments",
-    state="u64*",
-    hidden="uint4*",
-    route="u32*",
-    weights="u32*?",
-    valid="u8*",
-    padded="int",
-    most="int",
-    experts="int",
-    blocks="int",
-    awaited="int",
-    early="int",
-    host="int",
-    **_ROWS,
-)
-POST = Arguments(
-    "PostArguments",
-    state="u64*",
-    answer="const uint4*",
-    living="const int*?",
-    places="u64",
-    counts="const int*?",
-    totals="u64*?",
-    slots="int",
-    last="int",
-    lines_at="u64",
-    rows_at="u64",
-    stage="int",
-    row_words="int",
-    blocks="int",
-    host="int",
-)
-AWAIT = Arguments(
-    "AwaitArguments",
-    words="u64*",
-    lines_at="u64",
-    late="u64",
-    box="int",
-    stage="int",
-    row_words="int",
-    blocks="int",
-    early="int",
-    host="int",
-)
-COPY = Arguments(
-    "WordsArguments", **{"from": "const u64*", "to": "u64*", "host": "u64", "least": "u64", "again": "int"}
-)
 LATE, LOST = 2, 3
 """Statuses of a pass whose rows, or whose answers, do not come."""
 
@@ -370,7 +275,7 @@ class OwnerKernels:
 
 
 def _rows(layout: MailLayout, step: tuple[int, int], given: Given) -> dict[str, Argument]:
-    """What `_ROWS` names, and the columns. step: stage and layer."""
+    """What `ROWS` names, and the columns. step: stage and layer."""
     stage, layer = step
     lines, hidden, ids, weights, logits = layout.columns(stage)
     chosen = given.weights is not None

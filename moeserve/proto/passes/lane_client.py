@@ -91,9 +91,7 @@ class LaneClient(MoeClient):
         self._coming = 0  # that are about to be attached
         self._placed: dict[int, CalledLane] = {}  # by the region of rows that were handed out
         self._refusals = Refusals()
-        self._answers = Answers(
-            4 * lanes
-        )  # of several sizes; a caller has the last one, mostly, when it calls again
+        self._answers = Answers(4 * lanes)  # of several sizes, and callers hold the last ones
         self._closed = False
         self._lock = threading.Lock()
 

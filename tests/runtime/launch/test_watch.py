@@ -103,6 +103,21 @@ def test_a_name_with_brackets_and_blanks_is_read(tmp_path: Path) -> None:
     assert stat_of(6, tmp_path) is None
 
 
+def said_by(text: str, path: Path) -> str:
+    """What a script says, in a process of its own: others of this one come from the same forkserver."""
+    path.write_text(text)
+    found = subprocess.run(
+        [sys.executable, str(path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
 ORPHANED = """
 import multiprocessing, os, signal, time
 from multiprocessing import forkserver
@@ -128,17 +143,7 @@ if __name__ == "__main__":
 
 
 def test_a_process_outlives_its_forkserver(tmp_path: Path) -> None:
-    """In a process of its own: others of this one come from the same forkserver."""
-    (tmp_path / "orphaned.py").write_text(ORPHANED)
-    found = subprocess.run(
-        [sys.executable, str(tmp_path / "orphaned.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert found.stdout == "ended\n", found.stderr
+    assert said_by(ORPHANED, tmp_path / "orphaned.py") == "ended\n"
 
 
 ASKED_BY_MANY = """
@@ -171,13 +176,4 @@ if __name__ == "__main__":
 
 
 def test_all_who_ask_at_once_are_told_how_a_process_has_ended(tmp_path: Path) -> None:
-    (tmp_path / "asked.py").write_text(ASKED_BY_MANY)
-    found = subprocess.run(
-        [sys.executable, str(tmp_path / "asked.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert found.stdout == "told\n", found.stderr
+    assert said_by(ASKED_BY_MANY, tmp_path / "asked.py") == "told\n"
