@@ -105,6 +105,11 @@ class Plain:
         """The dtype and the shape of the tensor."""
         return Spec(self.dtype, self.storage.shape)
 
+    @property
+    def address(self) -> int:
+        """Where it begins in memory."""
+        return int(self.storage.__array_interface__["data"][0])
+
     def rows(self, start: int, stop: int) -> Plain:
         """Rows [start, stop) as a view."""
         if start == 0 and stop == len(self.storage):

@@ -32,6 +32,7 @@ from moeserve.dispatch.mail.layout import (
 from moeserve.experts.batch import Tally
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MOST_STAGES, Status
+from moeserve.proto.passes.running import PARTED_BYTES
 from moeserve.quant.formats import FP8_GROUP
 
 TEXT = (files("moeserve.dispatch.mail") / "text" / "mail.cu").read_text()
@@ -141,7 +142,10 @@ def test_the_text_counts_as_the_host_does() -> None:
     }
     assert (kernels.LATE, kernels.LOST) == (Status.LATE, Status.LOST)
     assert kernels.MISFIT not in set(Status) and kernels.ABORT not in (0, kernels.YIELD)
-    headers = {"HEADER": (m.TAG, m.LAYER, m.STAGE, m.COUNT, m.KIND), "ANSWER": (m.TAG, m.EPOCH, m.VERSION)}
+    headers = {
+        "HEADER": (m.TAG, m.LAYER, m.STAGE, m.COUNT, m.KIND, m.FILLED),
+        "ANSWER": (m.TAG, m.EPOCH, m.VERSION, m.ANSWERED),
+    }
     for name, places in headers.items():
         said = re.search(rf"enum \{{ ({name}_TAG.*?) \}};", TEXT)
         assert (
@@ -149,6 +153,10 @@ def test_the_text_counts_as_the_host_does() -> None:
             and len(said[1].split(",")) == len(places)
             and places == tuple(range(len(places)))
         )
+    parts, bits = (int(re.findall(rf"#define {name} +(\d+)", TEXT)[0]) for name in ("PARTS", "PART_BITS"))
+    first = int(re.findall(r"#define PART_BIT +(\d+)", TEXT)[0])
+    assert int(re.findall(r"#define PARTED +(\d+)", TEXT)[0]) * 16 == PARTED_BYTES
+    assert first + parts * bits <= 64 and 2**bits > MOST_BLOCKS, "a ticket holds them all"
     assert f"#define SHARE {SHARE_WORDS} " in TEXT and f"#define LANE_WORDS {WORDS} " in TEXT
     line = re.search(r"struct __align__\(32\) Line \{(.*?)\};", TEXT, re.DOTALL)
     assert line is not None and "of answers: status, epoch, version" in line[1]

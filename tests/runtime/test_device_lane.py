@@ -193,6 +193,27 @@ def test_late_rows_end_a_pass_but_not_while_its_answers_are_awaited(caller: Call
     assert ended[1] == "late: stage 0 brought no rows of layer 5 within passes.patience_seconds = 5"
 
 
+def test_a_step_whose_rows_follow_their_tag_begins_when_all_are_there(caller: Caller) -> None:
+    filled = LAYOUT.header(0) + m.FILLED
+    caller.announce([3, 5])
+    caller.box[filled] = 1
+    caller.post(0, 0, 3)
+    assert not caller.look()
+    caller.box[filled] = 2
+    assert not caller.look() and not caller.steps
+    caller.box[filled] = 3
+    assert caller.look()
+    answered = LAYOUT.answer_header(0) + m.ANSWERED
+    caller.out[answered] = 77
+    caller.steps[0].answer()
+    assert caller.answered(0, 0) and caller.out[answered] == 0
+    caller.box[filled] = 2
+    caller.post(0, 1, 5)
+    assert caller.look(later=PATIENCE + 0.5)
+    ended = caller.ended
+    assert ended is not None and ended[0] is Status.LATE
+
+
 def test_a_standing_pass_rests_between_its_rounds_only(caller: Caller) -> None:
     caller.announce([3, 5], flags=m.STANDING)
     for step in range(4):

@@ -47,6 +47,27 @@ def test_who_is_alone_has_a_forward_pass_launched_and_its_answers_by_the_device(
     assert caller.out[WORDS.answer_header(0) + m.VERSION] == 1
 
 
+def test_rows_that_follow_their_tag_are_waited_for_by_the_device_or_the_host(caller: HostCaller) -> None:
+    device = HostDevice(caller)
+    caller.standing(LAYERS)
+    caller.fill(0, 0)
+    caller.bring(0, 0, count=5)
+    flown(caller, device)
+    assert caller.begun and not caller.answered(0, 0), "it was launched, and waits for them"
+    caller.fill(0, 5)
+    flown(caller, device)
+    assert caller.answered(0, 0)
+    caller.others = Company.CALLS
+    flown(caller, device)
+    caller.fill(0, 4)
+    caller.bring(0, 1, count=5)
+    flown(caller, device)
+    assert not caller.calls, "a call has all its rows"
+    caller.fill(0, 5)
+    flown(caller, device)
+    assert len(caller.calls) == 1
+
+
 def test_with_company_steps_come_as_calls_and_go_on_ahead_when_it_has_left(caller: HostCaller) -> None:
     device = HostDevice(caller)
     caller.standing(LAYERS, stages=2)

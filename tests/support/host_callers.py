@@ -53,6 +53,10 @@ class HostCaller(Caller):
         self.calls.append(Step(request, ended))
         return self.calls[-1]
 
+    def fill(self, stage: int, rows: int) -> None:
+        """So many of the stage's hidden states are there."""
+        self.box[WORDS.header(stage) + m.FILLED] = rows + 1
+
     def bring(self, stage: int, step: int, count: int = 2, kind: int = m.CHOICE, layer: int = -1) -> None:
         head, wanted = WORDS.header(stage), self.layers[step % len(self.layers)] if layer < 0 else layer
         values = {m.LAYER: wanted, m.STAGE: stage, m.COUNT: count, m.KIND: kind}
@@ -120,7 +124,8 @@ class HostDevice:
     def _step(self, run: Run, layer: int, stage: int) -> bool:
         """Whether the step needs to wait no more."""
         box, out, head = self.caller.box, self.caller.out, WORDS.header(stage)
-        if box[head + m.TAG] != tag_of(self.number, self.steps[stage]):
+        tag, filled = box[head + m.TAG], box[head + m.FILLED]
+        if tag != tag_of(self.number, self.steps[stage]) or 0 < filled <= box[head + m.COUNT]:
             said = int(self.caller.mail.lane.abort[0])
             if said:
                 self.ended = int(Status.LOST) if said == ABORT else MISFIT

@@ -56,19 +56,39 @@ class HostPair:
         with torch.cuda.stream(self.there):
             return self.runs.launch(Run(self.owner, steps, rows, CHOICE, **more), (7, 3))
 
-    def write(self, stage: int, step: int, layer: int, given: Given, /, **header: int) -> None:
-        """Brings rows as a caller does; header: words of it that are others than the rows'."""
-        columns = self.words.columns(stage)
-        for place, column in zip(columns, (given.hidden, given.route, given.weights), strict=False):
+    def write(
+        self, stage: int, step: int, layer: int, given: Given, /, *, filled: int | None = None, **header: int
+    ) -> None:
+        """Brings rows as a caller does. filled: so many of the hidden states, others follow by `fill`;
+        header: words of it that are others than the rows'.
+        """
+        self.box[self.words.header(stage) + m.FILLED] = 0 if filled is None else filled + 1
+        places = self.words.columns(stage)[1:3]
+        for place, column in zip(places, (given.route, given.weights), strict=True):
             if column is not None:
-                raw = column.cpu().contiguous().view(torch.uint8).reshape(-1)
-                self._box[place : place + raw.numel()] = raw
+                self._put(place, column)
+        self._put(self.words.columns(stage)[0], given.hidden[:filled])
         said = {"layer": layer, "stage": stage, "count": len(given.hidden), "kind": m.CHOICE} | header
         head = self.words.header(stage)
         for at, name in ((m.LAYER, "layer"), (m.STAGE, "stage"), (m.COUNT, "count"), (m.KIND, "kind")):
             self.box[head + at] = said[name]
         fence()
         self.box[head + m.TAG] = tag_of(self.number, step)
+
+    def fill(self, stage: int, given: Given, rows: int) -> None:
+        """So many of the hidden states are there from now on."""
+        self._put(self.words.columns(stage)[0], given.hidden[:rows])
+        fence()
+        self.box[self.words.header(stage) + m.FILLED] = rows + 1
+
+    def _put(self, place: int, column: Tensor) -> None:
+        raw = column.cpu().contiguous().view(torch.uint8).reshape(-1)
+        self._box[place : place + raw.numel()] = raw
+
+    def rows_told(self, stage: int, step: int) -> int:
+        """How many rows of a step's answer are said to be there."""
+        word = self.out[self.words.answer_header(stage) + m.ANSWERED]
+        return m.rows_answered(word, tag_of(self.number, step))
 
     def answered(self, stage: int, step: int) -> bool:
         """Whether the step's answer is said to be there."""

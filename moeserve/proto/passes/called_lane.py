@@ -14,7 +14,6 @@ from moeserve.proto.passes.attached import AttachedLane
 from moeserve.proto.passes.mailbox import MOST_LAYERS
 from moeserve.proto.passes.running import Columns, Pass, cut_of
 from moeserve.proto.tensors import Plain
-from moeserve.proto.transports.copies import copy_into
 
 AGREEING_ROUNDS, MOST_AGREEING, FEWEST_CALLS = 2, 16, 8
 """Rounds over the same layers, and calls in them, after which a standing pass is begun; twice as many rounds
@@ -120,9 +119,7 @@ class CalledLane:
         MoeError.
         """
         for stage, (start, stop) in enumerate(divided(len(into.storage), self.lane.wanted.rows)):
-            found, place = run.arrived(stage, clock.remaining), into.rows(start, stop)
-            if not _same_place(place, found):
-                copy_into(place.storage, found.storage)
+            run.take_into(stage, into.rows(start, stop), clock.remaining)
 
     def run_of(self, layer: int, version: int, clock: Clock, stages: int = 1) -> Pass:
         """The pass whose next steps are of this layer at so many stages, with weights of this version, 0 for
@@ -179,11 +176,3 @@ class CalledLane:
         """Detaches the lane, for whose rank's answer it waits so long."""
         self.drop()
         self.lane.close(seconds)
-
-
-def _same_place(one: Plain, other: Plain) -> bool:
-    """Whether both are the same memory."""
-    if one is other:
-        return True
-    first, second = (array.storage.__array_interface__["data"][0] for array in (one, other))
-    return bool(first == second)

@@ -10,9 +10,12 @@ bits, and below it the step of the stage, counted from 1: no tag comes again whi
 rows are the caller's again when the answer's tag is there.
 
 Mailbox, 64-bit words: ANNOUNCED, and what an announcement has; BELL; from LAYERS on the layers. Then a line
-of words for each stage: TAG, LAYER, STAGE, COUNT, KIND. Then each stage's rows: hidden states, ids int32,
-weights float32, logits float32. Answers: ENDED, STATUS, TEXT_BYTES; the text; a line for each stage: TAG,
-EPOCH, VERSION; each stage's answers.
+of words for each stage: TAG, LAYER, STAGE, COUNT, KIND, FILLED. Then each stage's rows: hidden states, ids
+int32, weights float32, logits float32. Answers: ENDED, STATUS, TEXT_BYTES, TAKES; the text; a line for each
+stage: TAG, EPOCH, VERSION, ANSWERED; each stage's answers.
+
+Where the rank takes them so, a caller may write a tag before the hidden states are there, and says in FILLED
+how many are. Of a large answer the rank may say in ANSWERED how many rows are there, before its tag.
 """
 
 from __future__ import annotations
@@ -38,19 +41,27 @@ LAYERS = 8  # the first of the words that name layers
 MOST_LAYERS = 504
 STANDING, ANY_WEIGHTS = 1, 2
 
-TAG, LAYER, STAGE, COUNT, KIND = range(5)
-"""Words of a stage's header in the mailbox. KIND: CHOICE or LOGITS."""
+TAG, LAYER, STAGE, COUNT, KIND, FILLED = range(6)
+"""Words of a stage's header in the mailbox. KIND: CHOICE or LOGITS. FILLED: the rows of hidden states that
+are there, and 1; 0: all were when the tag was written.
+"""
 
 CHOICE, LOGITS = 0, 1
 
-ENDED, STATUS, TEXT_BYTES = range(3)
-"""Words of the answers: the number of the pass that has ended, written last; how; the bytes of the text."""
+ENDED, STATUS, TEXT_BYTES, TAKES = range(4)
+"""Words of the answers: the number of the pass that has ended, written last; how; the bytes of the text; and
+what the rank takes of the caller, from when the lane is made: TAKES_FILLED.
+"""
+
+TAKES_FILLED = 1
 
 TEXT = 64  # bytes before the text
 MOST_TEXT = 1024
 
-EPOCH, VERSION = 1, 2
-"""Words of a stage's header in the answers, beside TAG."""
+EPOCH, VERSION, ANSWERED = 1, 2, 3
+"""Words of a stage's header in the answers, beside TAG. ANSWERED: as `filled_of` has it, of the step under
+way or of the last one.
+"""
 
 MOST_STAGES = 8
 LAST_NUMBER = 2**32 - 1
@@ -145,6 +156,18 @@ class MailboxLayout:
 def tag_of(number: int, step: int) -> int:
     """The tag of a stage's step of pass `number`; steps are counted from 0."""
     return number << 32 | (step % LAST_NUMBER + 1)
+
+
+def filled_of(tag: int, rows: int) -> int:
+    """What ANSWERED is when so many rows of the answer with this tag are there; as in owner.cu. The lowest
+    bits of the pass and the step tell it from what the stage's step before has left.
+    """
+    return (tag >> 32 & 0xFFFF) << 48 | (tag & 0xFFFF) << 32 | rows
+
+
+def rows_answered(word: int, tag: int) -> int:
+    """How many rows ANSWERED says are there of the answer with this tag."""
+    return word & 0xFFFFFFFF if word >> 32 == filled_of(tag, 0) >> 32 else 0
 
 
 _FENCE = threading.Lock()

@@ -39,6 +39,8 @@ class LaneMemory:
             raise
         self.box = self._mailbox.bytes().cast("Q")
         self.out = self._answers.bytes().cast("Q")
+        # whether the rank begins with rows while others are copied, and says how many of an answer are there
+        self.fills = made.goes_ahead and bool(self.out[m.TAKES] & m.TAKES_FILLED)
         self.words = Words(self.out)  # which their writer may wake
         self._written = Words(self.box)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from moeserve.proto.errors import (
     WeightsChanged,
 )
 from moeserve.proto.passes import mailbox as m
-from moeserve.proto.passes.expected import Expected
+from moeserve.proto.passes.expected import MOST_AWAKE_SECONDS, Expected
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.passes.memory import LaneMemory, Room, Specs
 from moeserve.proto.tensors import Array, Plain, TensorError, in_place, known, plain
@@ -28,6 +28,15 @@ from moeserve.proto.transports.copies import copy_into
 NO_TAG = 1 << 64
 """What no word is."""
 
+PART_BYTES, PARTED_BYTES = 4 << 20, 8 << 20
+"""Of hidden states that are copied before the rank is told of them, where it begins with those that are
+there; and of the fewest for which that pays, as of the smallest answer that is copied while the rest of it
+comes, of which an owner tells so.
+"""
+
+PARTLY_SECONDS = 0.001
+"""For which the next rows of an answer are looked for again and again; then for its end."""
+
 ALIVE_SECONDS = 0.05
 """Between looks whether the rank's process is still there, while an answer is waited for."""
 
@@ -35,6 +44,8 @@ ALIVE_SECONDS = 0.05
 class PassLate(MoeError, TimeoutError):
     """The rows of a step did not come in time, and the pass has ended. It may be begun again."""
 
+
+_NOTHING = "stage {} has no step under way; post its rows first"
 
 Columns = tuple[Plain, Plain | None, Plain | None, Plain | None]
 """Hidden states, and ids, weights and logits as far as there are any."""
@@ -86,11 +97,25 @@ class Pass:
 
     def post_columns(self, stage: int, count: int, columns: Columns, *, placed: bool = False) -> None:
         """Does as `post` with what `columns_of` gave. placed: hidden states lie there already."""
-        there = self.room(stage, count)
-        for into, column in zip(there[placed:], columns[placed:], strict=True):  # hidden states are the first
+        (into, *there), (hidden, *route) = self.room(stage, count), columns
+        for place, column in zip(there, route, strict=True):
             if column is not None:
-                copy_into(into.storage, column.storage)
-        self.send(stage, count, logits=columns[3] is not None)
+                copy_into(place.storage, column.storage)
+        logits = columns[3] is not None
+        if placed or not self._memory.fills or hidden.spec.nbytes < PARTED_BYTES:
+            if not placed:
+                copy_into(into.storage, hidden.storage)
+            self.send(stage, count, logits=logits)
+            return
+        self.send(stage, count, logits=logits, filled=False)
+        box, filled = self._memory.box, self._memory.layout.header(stage) + m.FILLED
+        parts = hidden.spec.nbytes // PART_BYTES
+        for part in range(parts):
+            start, stop = count * part // parts, count * (part + 1) // parts
+            copy_into(into.storage[start:stop], hidden.storage[start:stop])
+            fence()
+            box[filled] = stop + 1
+        self._memory.ring()
 
     def room(self, stage: int, count: int) -> Room:
         """Memory for `count` rows of the stage's next step, to be filled before `send`: hidden states, and
@@ -102,11 +127,13 @@ class Pass:
             raise TensorError("hidden", f"{count} rows; this lane was attached with {most} at most")
         return self._memory.room(stage, count)
 
-    def send(self, stage: int, count: int, *, logits: bool = False) -> None:
-        """Says that the stage's rows are in their `room`: its next step may begin."""
+    def send(self, stage: int, count: int, *, logits: bool = False, filled: bool = True) -> None:
+        """Says that the stage's rows are in their `room`: its next step may begin. filled: hidden states are,
+        too; else they follow at once, and the header's FILLED says how many are there.
+        """
         box, head = self._memory.box, self._memory.layout.header(stage)
         box[head + m.LAYER], box[head + m.STAGE], box[head + m.COUNT] = self.layer(stage), stage, count
-        box[head + m.KIND] = m.LOGITS if logits else m.CHOICE
+        box[head + m.KIND], box[head + m.FILLED] = m.LOGITS if logits else m.CHOICE, not filled
         fence()
         box[head + m.TAG] = tag_of(self.number, self._steps[stage])
         self._memory.ring()
@@ -128,19 +155,65 @@ class Pass:
         into, rows = None, self._rows[stage]
         if out is not None and rows is not None:
             into = in_place(out, "out", self._memory.layout.hidden_spec(rows))
-        found = self.arrived(stage, timeout)
-        into = into or Plain(found.dtype, np.empty_like(found.storage))
-        copy_into(into.storage, found.storage)
+        if into is None:
+            if rows is None:
+                raise ValueError(_NOTHING.format(stage))
+            spec = self._memory.layout.hidden_spec(rows)
+            into = Plain(spec.dtype, np.empty(spec.shape, spec.dtype.storage))
+        self.take_into(stage, into, timeout)
         return into
+
+    def take_into(self, stage: int, into: Plain, timeout: float | None = None) -> None:
+        """Waits as `take` does, and copies the answer `into` an array like it; a large one while the rest of
+        it comes. What is there already is not copied.
+        """
+        rows = self._rows[stage]
+        if rows is None:
+            raise ValueError(_NOTHING.format(stage))
+        there = self._memory.answer(stage, rows)
+        if into is there or into.address == there.address:
+            self.arrived(stage, timeout)
+            return
+        copied, expected = 0, self._expected[stage]
+        if self._memory.fills and there.spec.nbytes >= PARTED_BYTES:
+            copied = self._take_parts(stage, (into, there), timeout)
+            expected = Expected(MOST_AWAKE_SECONDS)  # it comes soon; and the first part is what is expected
+        self._arrived(stage, timeout, expected)
+        copy_into(into.storage[copied:], there.storage[copied:])
+
+    def _take_parts(self, stage: int, both: tuple[Plain, Plain], timeout: float | None) -> int:
+        """Copies rows of an answer that are there before its end is, as far as they come; how many. both:
+        into which memory, and from where.
+        """
+        memory, tag = self._memory, tag_of(self.number, self._steps[stage])
+        out, head = memory.out, memory.layout.answer_header(stage)
+        into, there = (one.storage for one in both)
+
+        def found() -> int:
+            return min(m.rows_answered(out[head + m.ANSWERED], tag), len(there))
+
+        self._wait((head + m.TAG, tag), timeout, self._expected[stage], sooner=found)
+        copied, since = 0, time.monotonic()
+        while out[head + m.TAG] != tag and time.monotonic() - since < PARTLY_SECONDS:
+            if (rows := found()) > copied:
+                fence()
+                copy_into(into[copied:rows], there[copied:rows])
+                copied, since = rows, time.monotonic()
+            else:
+                time.sleep(0)
+        return copied
 
     def arrived(self, stage: int, timeout: float | None = None) -> Plain:
         """Waits as `take` does; the answer where it lies, until the stage's rows are sent again."""
+        return self._arrived(stage, timeout, self._expected[stage])
+
+    def _arrived(self, stage: int, timeout: float | None, expected: Expected) -> Plain:
         rows = self._rows[stage]
         if rows is None:
-            raise ValueError(f"stage {stage} has no step under way; post its rows first")
+            raise ValueError(_NOTHING.format(stage))
         memory = self._memory
         tag, head = tag_of(self.number, self._steps[stage]), memory.layout.answer_header(stage) + m.TAG
-        self._wait((head, tag), timeout, self._expected[stage])
+        self._wait((head, tag), timeout, expected)
         fence()
         self._rows[stage] = None
         self._steps[stage] += 1
@@ -180,16 +253,22 @@ class Pass:
                     raise
 
     def _wait(
-        self, word: tuple[int, int], timeout: float | None, expected: Expected, *, ends: bool = False
+        self,
+        word: tuple[int, int],
+        timeout: float | None,
+        expected: Expected,
+        *,
+        ends: bool = False,
+        sooner: Callable[[], int] = int,
     ) -> None:
         """Until a word of the answers is what is wanted, or the pass has ended. word: its place, and what is
-        wanted. ends: the end is what is waited for.
+        wanted. ends: the end is what is waited for. sooner: whether enough is there before that.
         """
         started = looked = time.monotonic()
         limit = self._timeout if timeout is None else timeout
         out, (at, wanted) = self._memory.out, word
         looks, slept = 0, False
-        while (found := out[at]) != wanted:
+        while (found := out[at]) != wanted and not sooner():
             status = self.status
             if status is not None:
                 if out[at] == wanted:  # it ended after this answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from pass_pairs import expected, given
 from torch import Tensor
 
 from moeserve.dispatch.dispatcher import Living
+from moeserve.dispatch.mail import kernels
 from moeserve.dispatch.mail.kernels import ABORT, MISFIT, YIELD, Given
 from moeserve.dispatch.mail.layout import FEW_BLOCKS
 from moeserve.proto.passes import mailbox as m
@@ -63,6 +65,85 @@ def test_many_blocks_read_one_header_and_one_of_them_tells(
         assert pair.told(flight) == Told(0, (1,), 1)
         right = expected(rank, 0, batch)
         assert torch.equal(answer, right) if count == rows else off(answer, right) < 0.1, count
+
+
+@pytest.mark.parametrize("rows", [1, 16, 112, 896, 1792])
+def test_rows_that_follow_their_tag_are_waited_for(
+    runs: PassRuns, rank: HostedRank, alone: Alone, rows: int
+) -> None:
+    """What lies there before is another's: NaN."""
+    pair = HostPair(runs, alone, rows=rows)
+    for turn in range(4):  # launched, recorded, replayed
+        batch, wrong = given(alone, rows, seed=turn), given(alone, rows, seed=turn)
+        wrong.hidden.fill_(torch.nan)
+        number = pair.begin()
+        pair.write(0, 0, 0, wrong)
+        pair.number = number
+        pair.box[pair.words.header(0) + m.TAG] = 0
+        flight = pair.launch(((0, 0),), padded_rows(rows), begins=number)
+        pair.write(0, 0, 0, batch, filled=0)
+        for part in range(1, 5):
+            time.sleep(0.005)
+            assert not pair.answered(0, 0)
+            pair.fill(0, batch, rows * part // 4)
+        answer = pair.answer(0, 0, rows)
+        assert pair.told(flight) == Told(0, (1,), 1) and pair.rows_told(0, 0) == rows
+        same(rank, [(0, batch, answer)])
+
+
+@pytest.mark.parametrize("rows", [16, 1792])
+def test_rows_that_do_not_follow_are_left_as_those_that_do_not_come(
+    runs: PassRuns, rank: HostedRank, alone: Alone, rows: int
+) -> None:
+    pair, batch = HostPair(runs, alone, rows=rows, patience=0.2), given(alone, rows, seed=1)
+    flight = pair.launch(((0, 0),), padded_rows(rows), begins=pair.begin())
+    pair.write(0, 0, 0, batch, filled=rows - 1)
+    assert pair.told(flight) == Told(LATE, (1,)) and not pair.answered(0, 0)
+    flight = pair.launch(((0, 0),), padded_rows(rows), begins=pair.begin())
+    pair.write(0, 0, 0, batch, filled=rows // 2)
+    time.sleep(0.02)
+    pair.owner.abort[0] = YIELD
+    assert pair.told(flight) == Told(MISFIT, (0,)) and not pair.answered(0, 0)
+    pair.owner.abort[0] = 0
+    flight = pair.launch(((0, 0),), padded_rows(rows), again=True)
+    pair.fill(0, batch, rows)
+    answer = pair.answer(0, 0, rows)
+    assert pair.told(flight) == Told(0, (1,), 1)
+    same(rank, [(0, batch, answer)])
+
+
+def test_a_large_answer_is_told_of_part_by_part(
+    rank: HostedRank, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 2 MiB here, of rows that are narrow."""
+    text = kernels.source
+
+    def patched(*parts: object) -> str:
+        made, changed = re.subn(r"#define PARTED \d+", "#define PARTED 131072", text(*parts))  # type: ignore[arg-type]
+        assert changed <= 1
+        return made
+
+    monkeypatch.setattr(kernels, "source", patched)
+    rows, seen = 4096, set[int]()
+    pair = HostPair(PassRuns(rank), alone, rows=rows)
+    for turn in range(30):
+        batch = given(alone, rows, seed=turn)
+        pair.write(0, 0, 0, batch)
+        number = pair.begin()
+        pair.write(0, 0, 0, batch)
+        assert not pair.rows_told(0, 0), "what is there is another step's"
+        flight, parts, told = pair.launch(((0, 0),), rows, begins=number), list[Tensor](), 0
+        while not pair.answered(0, 0):
+            if (there := pair.rows_told(0, 0)) > told:
+                parts.append(pair.raw_answer(0, there)[told:])
+                told = there
+                seen.add(there)
+        answer = pair.answer(0, 0, rows)
+        assert pair.told(flight) == Told(0, (1,), 1) and pair.rows_told(0, 0) == rows
+        if parts:
+            assert torch.equal(torch.cat(parts).cuda(), answer[:told])
+        same(rank, [(0, batch, answer)])
+    assert seen & {1024, 2048, 3072}, "none of its parts was told of before the whole"
 
 
 def off(found: Tensor, right: Tensor) -> float:

@@ -20,8 +20,8 @@ enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, V
 enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
 enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
 enum { YIELD = 2 };  // of the host's word: others want the device, and what waits is launched anew
-enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
-enum { ANSWER_TAG, ANSWER_EPOCH, ANSWER_VERSION };  // words of an answer's header in host memory
+enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND, HEADER_FILLED };
+enum { ANSWER_TAG, ANSWER_EPOCH, ANSWER_VERSION, ANSWER_FILLED };  // words of an answer's header in host memory
 
 #define WARP 32
 #define LANE_WORDS 32 // of a table, or a state
@@ -30,6 +30,8 @@ enum { ANSWER_TAG, ANSWER_EPOCH, ANSWER_VERSION };  // words of an answer's head
 #define HOST_POLLS 8 // likewise, where the tag is read over PCIe itself
 #define LONGEST_POST 1000000000  // nanoseconds
 #define MOST_SAID 0x7fffffffu    // of a number in a header of host memory; larger ones are as wrong
+#define PARTS 4      // of an answer in host memory that is told of part by part; PART_BITS of each have to fit in a ticket
+#define PARTED 524288 // 16-byte words of an answer from which on it is
 #define AT_ONCE 4    // words that a thread asks for before it waits for the first
 
 DEVICE u64 load_acquire(const u64* at) {
@@ -150,13 +152,13 @@ DEVICE void note_end(u64* words, u64 status, u64 took) {
   note_end(words, status);
 }
 
-// Waits for a line's tag, unless the pass has ended or is aborted by the host. One thread asks. `took`: steps that were taken
+// Waits until `there` is, unless the pass has ended or is aborted by the host. One thread asks. `took`: steps that were taken
 // before, of a take that begins beside a post; 0 elsewhere.
-template <u32 LOOK = POLLS>
-DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late, u64 took = 0) {
+template <u32 LOOK, class There>
+DEVICE bool await(There there, u64* words, u64 late, u64 took) {
   const u64 began = nanoseconds();
   const u32* abort = (const u32*)words[ABORT];
-  for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
+  for (u32 polls = 1; !there(); ++polls) {
     if (polls % LOOK && (polls > 1 || threadIdx.x)) continue;
     if (word(words, ENDED)) return false;
     const u32 said = abort ? load_relaxed(abort) : 0;
@@ -171,14 +173,27 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late, u64 took 
   return true;
 }
 
+// Waits for a line's tag, likewise.
+template <u32 LOOK = POLLS>
+DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late, u64 took = 0) {
+  return await<LOOK>([&] { return load_acquire(&line->tag) == tag; }, words, late, took);
+}
+
+// A stage's ticket in a pass: blocks that have counted the step, blocks of a post that have read their shares, and for each
+// part of an answer those that have written theirs.
+#define READ_BIT 16
+#define PART_BIT 32
+#define PART_BITS 8
+DEVICE u32 field(u64 ticket, int bit, int bits) { return (u32)(ticket >> bit) & ((1u << bits) - 1); }
+
 // The last of so many blocks counts the step; whether this is it. All threads of a block have read the count, `steps`, before
 // one of them calls this. `read`: how many blocks of a post have counted what they read.
 DEVICE bool count_step(u64* words, int stage, u64 steps, int blocks, u32* read = nullptr) {
   if (blocks > 1) {
     __threadfence();  // whoever counts last may copy all words
     const u64 before = atomicAdd(words + TICKETS + stage, 1ull);
-    if ((u32)before != blocks - 1) return false;
-    if (read) *read = (u32)(before >> 32);
+    if (field(before, 0, READ_BIT) != blocks - 1) return false;
+    if (read) *read = field(before, READ_BIT, PART_BIT - READ_BIT);
     words[TICKETS + stage] = 0;
   }
   words[STEPS + stage] = steps + 1;

@@ -81,6 +81,15 @@ DEVICE bool await_next(Next& next, u64* words, const Line* line, int stage, u64 
   return there;
 }
 
+// Waits until the caller's host has filled so many rows: it may say that a step is there before they are. 0: all are.
+DEVICE bool await_filled(const Line* header, long rows, u64* words, u64 behind) {
+  const u64* filled = (const u64*)header + HEADER_FILLED;
+  return await<HOST_POLLS>([&] {
+    const u64 found = load_acquire(filled);
+    return !found || found > (u64)rows;
+  }, words, LATE, behind);
+}
+
 // Takes the rows of a step of `layer` into a room of `padded` rows; those that are none are not valid.
 //
 // The room still holds what another caller's step left there, and the caller may write its lines anew at any time, so
@@ -138,9 +147,13 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   bool there = count > 0;
   if (there && !args.awaited && !args.host && threadIdx.x && threadIdx.x < lines_there)
     there = await_tag(lines + threadIdx.x, tag, words, LATE, behind);
+  const int blocks = args.awaited ? lines_there : gridDim.x;
+  if (there && args.host && threadIdx.x == 0 && block < blocks) {
+    const long end = (long)count * args.row_words * (block + 1) / blocks;  // of its share
+    there = await_filled(lines, (end + args.row_words - 1) / args.row_words, words, behind);
+  }
   there = __syncthreads_and(there);
   begin_next();  // it waits until this is over; not before, since it holds a multiprocessor, too
-  const int blocks = args.awaited ? lines_there : gridDim.x;
   const u64 read = word(words, READ);  // likely all, and asked for beside the rows
   if (there && block < blocks) {
     Routes routes((const u32*)(box + args.route_at), args.weights ? (const u32*)(box + args.weights_at) : nullptr,
@@ -187,7 +200,9 @@ DEVICE void note_read(u64* words, u64 took) { *(volatile u64*)(words + READ) = t
 // A block of a post has read its share, and whether the pass had ended; the last one notes that all is read. All blocks come
 // here, once.
 DEVICE void count_read(u64* words, int stage, u64 took) {
-  if (gridDim.x > 1 && (atomicAdd(words + TICKETS + stage, 1ull << 32) >> 32) != gridDim.x - 1) return;
+  if (gridDim.x > 1 &&
+      field(atomicAdd(words + TICKETS + stage, 1ull << READ_BIT), READ_BIT, PART_BIT - READ_BIT) != gridDim.x - 1)
+    return;
   note_read(words, took);
 }
 
@@ -204,13 +219,43 @@ DEVICE void bring_back(const u64* words) {
   ((volatile u64*)word(words, MIRROR))[threadIdx.x] = value;
 }
 
+// How many rows of a step's answer are in host memory, as `filled_of` in mailbox.py.
+DEVICE u64 filled_of(u64 tag, u32 rows) { return (tag >> 32 & 0xffff) << 48 | (tag & 0xffff) << 32 | rows; }
+
 // Says in host memory that an answer is there: by the block that counts last, which has seen all others' tickets.
-DEVICE void tell_host(u64* header, u64 tag, u32 epoch, u32 version) {
+DEVICE void tell_host(u64* header, u64 tag, u32 count, u32 epoch, u32 version) {
   volatile u64* words = header;
   words[ANSWER_EPOCH] = epoch;
   words[ANSWER_VERSION] = version;
+  words[ANSWER_FILLED] = filled_of(tag, count);
   __threadfence_system();  // behind what those have written, too
   words[ANSWER_TAG] = tag;
+}
+
+// Says in host memory how many rows of an answer are there, once all blocks have written their shares of a part. All threads
+// of each of so many blocks call it.
+DEVICE void tell_part(u64* words, int stage, int part, int blocks, u64* header, u64 filled) {
+  __syncthreads();
+  if (threadIdx.x) return;
+  __threadfence_system();  // before this block's ticket
+  const int bit = PART_BIT + PART_BITS * part;
+  if (field(atomicAdd(words + TICKETS + stage, 1ull << bit), bit, PART_BITS) != blocks - 1) return;
+  __threadfence_system();
+  *(volatile u64*)(header + ANSWER_FILLED) = filled;
+}
+
+// Writes a block's share of an answer; of a large one in host memory its share of each part, so that the caller copies what
+// is there while the rest comes.
+DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u32 count, u64 tag, int block, int blocks) {
+  const long whole = (long)count * args.row_words;
+  const int parts = args.host && whole >= PARTED ? PARTS : 1;
+  for (int part = 0; part < parts; ++part) {
+    const u32 rows = (u32)((u64)count * (part + 1) / parts);
+    const long from = (long)((u64)count * part / parts) * args.row_words;
+    copy_share(args.answer + from, (uint4*)(answers + args.rows_at) + from, (long)rows * args.row_words - from, block, blocks);
+    if (part + 1 < parts)
+      tell_part(words, args.stage, part, blocks, (u64*)(answers + args.lines_at), filled_of(tag, rows));
+  }
 }
 
 // Gives the answer of the step that was taken last to its caller, and counts the step and its rows. Behind the last step of
@@ -258,8 +303,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   }
   if (!ended && blockIdx.x >= blocks && threadIdx.x == 0) count_read(words, args.stage, took);  // it has no share
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
-    if (!ended)
-      copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
+    if (!ended) give_share(args, words, answers, count, tag, block, blocks);
     __syncthreads();  // the release below is of what all threads of the block have written
     if (threadIdx.x) continue;
     if (!ended) count_read(words, args.stage, took);
@@ -277,7 +321,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   u32 read = 0;  // blocks that found the pass as it was, of which all have to be there where one tag speaks for all
   if (threadIdx.x == 0 && (counted_last = count_step(words, args.stage, steps, gridDim.x, &read))) {
     const bool whole = !ended && (gridDim.x == 1 || read == gridDim.x);
-    if (args.host && whole) tell_host((u64*)(answers + args.lines_at), tag, epoch, version);
+    if (args.host && whole) tell_host((u64*)(answers + args.lines_at), tag, count, epoch, version);
     note_post(words, took);
   }
   if (args.last && __syncthreads_or(counted_last)) bring_back(words);

@@ -216,7 +216,12 @@ class DeviceLane(HandedLane):
         ]
 
     def _has_tag(self, run: HostPass, at: int) -> bool:
-        return self._box[self._heads[at] + m.TAG] == tag_of(run.number, run.stages[at].steps)
+        """Whether all rows of a stage's next step are there."""
+        box, head = self._box, self._heads[at]
+        if box[head + m.TAG] != tag_of(run.number, run.stages[at].steps):
+            return False
+        filled = box[head + m.FILLED]
+        return filled == 0 or filled > box[head + m.COUNT]
 
     def _start(self, run: HostPass, at: int) -> None:
         fence()
@@ -328,6 +333,7 @@ class DeviceLane(HandedLane):
         """Tells the caller that its answer is there; the lock is held."""
         stage, head = run.stages[at], self._answers[at]
         self._out[head + m.EPOCH], self._out[head + m.VERSION] = stamp
+        self._out[head + m.ANSWERED] = 0
         if not run.any_weights:
             run.version = run.version or stamp.weights_version
         tag = tag_of(run.number, stage.steps)

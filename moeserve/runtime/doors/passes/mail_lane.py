@@ -223,7 +223,7 @@ class MailLane(PassLane):
             run.waits, self._padded = True, rows
             if len(there) < len(run.sent):
                 early = dict(enumerate(run.sent))
-        elif not there:
+        elif not there or not self._filled(there[0]):
             return None
         else:
             made = made._replace(steps=((run.layer(there[0]), there[0]),))
