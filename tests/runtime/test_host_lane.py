@@ -293,7 +293,7 @@ def test_each_step_is_computed_once_whoever_comes_and_goes(caller: HostCaller) -
     chance, device, stages = random.Random(5), HostDevice(caller), 2
     caller.standing(LAYERS, stages=stages)
     brought, calls, ended = [0, 0], list[tuple[int, int]](), 0
-    waits = [False, False]
+    waits, counts, filled = [False, False], [0, 0], [0, 0]
     for _ in range(6000):
         if chance.random() < 0.01:
             caller.others = chance.choice(list(Company))
@@ -301,14 +301,21 @@ def test_each_step_is_computed_once_whoever_comes_and_goes(caller: HostCaller) -
             if waits[stage] and caller.answered(stage, brought[stage] - 1):
                 waits[stage] = False
             if not waits[stage] and chance.random() < 0.4 and brought[stage] <= min(brought) + 1:
-                caller.bring(stage, brought[stage], count=chance.choice((1, 2, 5, 20)))
+                counts[stage] = chance.choice((1, 2, 5, 20))
+                filled[stage] = chance.choice((counts[stage], 0, counts[stage] // 2))
+                caller.fill(stage, filled[stage])
+                caller.bring(stage, brought[stage], count=counts[stage])
                 brought[stage], waits[stage] = brought[stage] + 1, True
+            elif filled[stage] < counts[stage] and chance.random() < 0.5:
+                filled[stage] += -(-(counts[stage] - filled[stage]) // 2)
+                caller.fill(stage, filled[stage])
         acts: list[Callable[[], object]] = [caller.looked, device.work]
         for act in chance.sample(acts, 2):
             act()
         while ended < len(caller.calls) and chance.random() < 0.5:
             call = caller.calls[ended]
             stage = [WORDS.answer(stage) for stage in range(stages)].index(call.request.output.offset)
+            assert filled[stage] == counts[stage], "a call has all its rows"
             calls.append((stage, brought[stage] - 1))
             call.answer()
             ended += 1
