@@ -193,6 +193,25 @@ def test_a_caller_that_withholds_rows_of_a_run_is_late_by_the_devices_clock(call
     assert caller.ended is not None and caller.ended[0] is Status.LATE and caller.answered(0, 0)
 
 
+def test_a_step_launched_alone_has_all_its_rows_or_its_caller_is_late(caller: HostCaller) -> None:
+    caller.loaded, device = False, HostDevice(caller)
+    caller.announce(LAYERS)
+    for step in range(2):
+        caller.fill(0, 1)
+        caller.bring(0, step)
+        flown(caller, device)
+        assert caller.host.ahead and len(caller.begun) == step
+        if not step:
+            caller.fill(0, 2)
+            flown(caller, device)
+            assert caller.answered(0, 0)
+    caller.look(later=PATIENCE + 0.5)
+    caller.look(later=PATIENCE + 0.6)
+    ended = caller.ended
+    assert ended is not None and ended[0] is Status.LATE, "stage 0 brought no rows"
+    assert len(caller.begun) == 1
+
+
 @pytest.mark.parametrize("when", ["waits", "calls", "between", "idle"])
 def test_a_lane_that_is_detached_ends_its_pass_when_nothing_can_write_its_answers(
     caller: HostCaller, when: str

@@ -174,11 +174,12 @@ class Pass:
         if into is there or into.address == there.address:
             self.arrived(stage, timeout)
             return
+        until = time.monotonic() + (self._timeout if timeout is None else timeout)
         copied, expected = 0, self._expected[stage]
         if self._memory.fills and there.spec.nbytes >= PARTED_BYTES:
             copied = self._take_parts(stage, (into, there), timeout)
             expected = Expected(MOST_AWAKE_SECONDS)  # it comes soon; and the first part is what is expected
-        self._arrived(stage, timeout, expected)
+        self._arrived(stage, max(0.0, until - time.monotonic()), expected)
         copy_into(into.storage[copied:], there.storage[copied:])
 
     def _take_parts(self, stage: int, both: tuple[Plain, Plain], timeout: float | None) -> int:

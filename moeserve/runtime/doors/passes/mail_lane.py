@@ -223,7 +223,10 @@ class MailLane(PassLane):
             run.waits, self._padded = True, rows
             if len(there) < len(run.sent):
                 early = dict(enumerate(run.sent))
-        elif not there or not self._filled(there[0]):
+        elif not there:
+            return None
+        elif not self._filled(there[0]):  # nobody else waits while its caller copies
+            run.look_for_late(now, self._terms.patience)
             return None
         else:
             made = made._replace(steps=((run.layer(there[0]), there[0]),))
