@@ -79,6 +79,12 @@ def error(code: str, reason: str, message: str, *, retry_after: float | None = N
     return ERRORS.get(code, MoeError)(code, reason, message, retry_after=retry_after)
 
 
+def client_closed(address: str) -> MoeError:
+    """The error of a call whose client was closed before its answer was there."""
+    text = f"this client of {address} is closed; make another one"
+    return MoeError("CANCELLED", "client_closed", text)
+
+
 def from_rpc(failed: Any) -> MoeError:
     """The exception of a failed RPC (`grpc.RpcError` or `grpc.aio.AioRpcError`). CANCELLED is one that was
     cancelled here, or whose server says why; a server that stops cancels what has come and not begun.

@@ -1,5 +1,6 @@
 """Both clients when calls fail: what is tried again, for how long, and where."""
 
+import asyncio
 import threading
 import time
 from concurrent import futures
@@ -10,7 +11,7 @@ import torch
 from proto_fake import GIVEN_UP, FakeLane, rows
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client import MoeClient, Patience
+from moeserve.proto.client import AsyncMoeClient, MoeClient, Patience
 from moeserve.proto.client.batch import SPLIT_ROWS
 from moeserve.proto.client.lanes import Lanes
 from moeserve.proto.errors import (
@@ -219,6 +220,56 @@ def test_links_to_lanes_that_left_are_closed_and_not_made_again():
     assert lanes.link(before, before.lanes[0]) == "a:1"
     assert lanes.link(after, after.lanes[1]) == "b:2"
     assert made == ["a:1", "b:1", "b:2"]
+
+
+CLOSED = r"client_closed\): this client of .* is closed"
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_a_closed_client_says_so_at_once(service, near):
+    """Calls under way are not tried again, and later ones are not tried."""
+    held, client = threading.Event(), MoeClient(service.address, lane=0)
+    client.forward(3, *small(near))
+    service.lanes[0].scripts = [held]
+    with futures.ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.forward, 3, *small(near))
+        assert asked(service, 2)
+        started = time.monotonic()
+        client.close()
+        with pytest.raises(MoeError, match=CLOSED):
+            call.result(10)
+        with pytest.raises(MoeError, match=CLOSED):
+            client.forward(3, *small(near))
+        assert time.monotonic() - started < 5
+    held.set()
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_a_closed_asynchronous_client_says_so_at_once(service, near):
+    held = threading.Event()
+
+    async def run() -> None:
+        client = AsyncMoeClient(service.address, lane=0)
+        await client.forward(3, *small(near))
+        service.lanes[0].scripts = [held]
+        call = asyncio.ensure_future(client.forward(3, *small(near)))
+        assert await asyncio.to_thread(asked, service, 2)
+        await client.close()
+        with pytest.raises(MoeError, match=CLOSED):
+            await asyncio.wait_for(call, 5)
+        with pytest.raises(MoeError, match=CLOSED):
+            await asyncio.wait_for(client.forward(3, *small(near)), 5)
+
+    asyncio.run(run())
+    held.set()
+
+
+def asked(service, calls: int) -> bool:
+    """Whether the first lane was asked so often, soon."""
+    end = time.monotonic() + 10
+    while len(service.lanes[0].asked) < calls and time.monotonic() < end:
+        time.sleep(0.01)
+    return len(service.lanes[0].asked) >= calls
 
 
 def test_a_service_that_knows_no_such_call_is_told_as_older(client_of):

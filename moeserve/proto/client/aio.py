@@ -20,7 +20,7 @@ from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import MoeError, WeightsChanged, from_rpc
+from moeserve.proto.errors import MoeError, WeightsChanged, client_closed, from_rpc
 from moeserve.proto.tensors import Array, Spec, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
@@ -159,8 +159,11 @@ class AsyncMoeClient:
         return health.decode_check(reply)
 
     async def close(self) -> None:
-        """Closes all connections and gives all regions back."""
-        for link in [*self._core.lanes.clear(), self._door]:
+        """Closes all connections and gives all regions back; calls under way, and later ones, raise MoeError
+        (`client_closed`).
+        """
+        await self._door.close()  # first: what fails from now on is not tried again
+        for link in self._core.lanes.clear():
             await link.close()
 
     async def __aenter__(self) -> AsyncMoeClient:
@@ -248,6 +251,8 @@ class AsyncMoeClient:
             try:
                 return await act()
             except retried as failed:
+                if self._door.closed:
+                    raise client_closed(self.address) from failed
                 wait = retries.wait_after(failed)
             await asyncio.sleep(wait)
 

@@ -28,7 +28,7 @@ from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import ForwardStream
 from moeserve.proto.client.sync_link import Attempt, Link, Sent
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import MoeError, WeightsChanged, from_rpc
+from moeserve.proto.errors import MoeError, WeightsChanged, client_closed, from_rpc
 from moeserve.proto.tensors import Array, Spec, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
@@ -214,10 +214,12 @@ class MoeClient:
             raise from_rpc(failed) from failed
 
     def close(self) -> None:
-        """Closes all connections and gives all regions back."""
+        """Closes all connections and gives all regions back; calls under way, and later ones, raise MoeError
+        (`client_closed`).
+        """
+        self._door.close()  # first: what fails from now on is not tried again
         for link in self._core.lanes.clear():
             link.close()
-        self._door.close()
 
     def __enter__(self) -> MoeClient:
         return self
@@ -292,6 +294,8 @@ class MoeClient:
             try:
                 return act()
             except retried as failed:
+                if self._door.closed:
+                    raise client_closed(self.address) from failed
                 wait = retries.wait_after(failed)
             time.sleep(wait)
 
