@@ -23,6 +23,7 @@ from moeserve.runtime.served import served_from
 
 LAYERS, SHARDS = 4, 9
 RATE = 16e6  # bytes a second
+ROUNDED = 0.005  # seconds that a log's hundredths may be below what was measured
 SAID = re.compile(
     r"rank 0: read (?P<megabytes>[\d.]+) MB of expert weights for 4 layers in (?P<seconds>[\d.]+) s, "
     r"(?P<rate>[\d.]+) MB/s"
@@ -75,7 +76,7 @@ def test_a_slow_disk_is_read_at_its_rate_and_not_window_by_window(
     assert ahead.disk.faults == 0, "those of the first layer are asked for too"
     assert wanted <= ahead.disk.asked <= 1.1 * wanted
     assert alone.disk.asked == 0 and alone.disk.faults >= wanted / alone.disk.window
-    least = wanted / RATE
+    least = wanted / RATE - ROUNDED
     assert ahead.seconds >= least and alone.seconds >= least + alone.disk.faults * alone.disk.latency
     assert ahead.seconds < alone.seconds / 2
     for found in (ahead, alone):
