@@ -49,7 +49,7 @@ class Expected:
     """
 
     def __init__(self, awake: float) -> None:
-        self._awake = awake
+        self.awake = awake
         self._known: dict[int, float] = {}  # seconds from rows to answer, by the bits of a number of rows
         self._rows = 0  # of the step that was sent last, in bits
         self._since = time.monotonic()
@@ -70,14 +70,14 @@ class Expected:
         turn.
         """
         self._missed = waited = now - self._since
-        if self._awake and looks < LOOKS:
+        if self.awake and looks < LOOKS:
             return 0.0
         expected = self.seconds
-        before = expected - waited - (EARLY_SECONDS if self._awake else 0.0)
+        before = expected - waited - (EARLY_SECONDS if self.awake else 0.0)
         if before > 0:
             return min(LONGEST_SLEEP, before)
         late = waited - expected
-        if self._awake and expected and late < min(self._awake, EARLY_SECONDS + expected / 4):
+        if self.awake and expected and late < min(self.awake, EARLY_SECONDS + expected / 4):
             return 0.0
         return min(LONGEST_SLEEP, max(late / 8, waited / 16, SHORTEST_SLEEP))
 

@@ -19,7 +19,7 @@ from moeserve.proto.errors import (
     WeightsChanged,
 )
 from moeserve.proto.passes import mailbox as m
-from moeserve.proto.passes.expected import MOST_AWAKE_SECONDS, Expected
+from moeserve.proto.passes.expected import SHORTEST_SLEEP, Expected
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.passes.memory import LaneMemory, Room, Specs
 from moeserve.proto.tensors import Array, Plain, TensorError, in_place, known, plain
@@ -146,7 +146,8 @@ class Pass:
         out: dense host memory [T, H] of the lane's dtype in which the answer is wanted; None: new memory,
         which takes longer to get than to fill where it is large. Raises TensorError for another one, and what
         the pass ended with: PassLate; Unavailable where the service could not answer; WeightsChanged;
-        InvalidArgument for a wrong announcement or step; DeadlineExceeded: nothing came.
+        InvalidArgument for a wrong announcement or step; DeadlineExceeded: nothing came. Some rows of the
+        answer may lie in `out` then.
         """
         return self.take_plain(stage, timeout, out=out).storage
 
@@ -178,7 +179,7 @@ class Pass:
         copied, expected = 0, self._expected[stage]
         if self._memory.fills and there.spec.nbytes >= PARTED_BYTES:
             copied = self._take_parts(stage, (into, there), timeout)
-            expected = Expected(MOST_AWAKE_SECONDS)  # it comes soon; and the first part is what is expected
+            expected = Expected(expected.awake)  # it comes soon; and the first part is what is expected
         self._arrived(stage, max(0.0, until - time.monotonic()), expected)
         copy_into(into.storage[copied:], there.storage[copied:])
 
@@ -201,7 +202,7 @@ class Pass:
                 copy_into(into[copied:rows], there[copied:rows])
                 copied, since = rows, time.monotonic()
             else:
-                time.sleep(0)
+                time.sleep(0.0 if self._expected[stage].awake else SHORTEST_SLEEP)
         return copied
 
     def arrived(self, stage: int, timeout: float | None = None) -> Plain:

@@ -200,6 +200,12 @@ class AnnouncedLane(ABC):
     def look(self, now: float) -> bool:
         """Does what the caller's words ask for; whether there was anything."""
 
+    def _filled(self, stage: int) -> bool:
+        """Whether all rows of a stage are there whose tag is: their caller may fill them behind it."""
+        head = self.memory.layout.header(stage)
+        filled = self._box[head + m.FILLED]
+        return bool(filled == 0 or filled > self._box[head + m.COUNT])
+
     def _announced(self) -> Announcement | None:
         """The pass that has been announced since the last look; a wrong one is refused. `_last` is its
         number.

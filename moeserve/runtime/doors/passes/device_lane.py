@@ -217,11 +217,8 @@ class DeviceLane(HandedLane):
 
     def _has_tag(self, run: HostPass, at: int) -> bool:
         """Whether all rows of a stage's next step are there."""
-        box, head = self._box, self._heads[at]
-        if box[head + m.TAG] != tag_of(run.number, run.stages[at].steps):
-            return False
-        filled = box[head + m.FILLED]
-        return filled == 0 or filled > box[head + m.COUNT]
+        there = self._box[self._heads[at] + m.TAG] == tag_of(run.number, run.stages[at].steps)
+        return there and self._filled(at)
 
     def _start(self, run: HostPass, at: int) -> None:
         fence()

@@ -237,12 +237,6 @@ class PassLane(HandedLane):
         """The stages whose next rows have come."""
         return [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
 
-    def _filled(self, stage: int) -> bool:
-        """Whether a stage's rows are all there, and not to be filled by its caller's host yet."""
-        head = self.memory.layout.header(stage)
-        filled = self._box[head + m.FILLED]
-        return bool(filled == 0 or filled > self._box[head + m.COUNT])
-
     def _has_tag(self, run: MailPass, stage: int) -> bool:
         tag = self._box[self.memory.layout.header(stage) + m.TAG]
         return bool(tag == tag_of(run.said.number, run.sent[stage]))
