@@ -523,7 +523,7 @@ class ReleaseRegionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachLaneRequest(_message.Message):
-    __slots__ = ("model", "name", "device", "dtype", "rows", "stages", "answers_handle", "rows_wire")
+    __slots__ = ("model", "name", "device", "dtype", "rows", "stages", "answers_handle", "rows_wire", "answer_buffers")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -532,6 +532,7 @@ class AttachLaneRequest(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_HANDLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_WIRE_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_BUFFERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     name: str
     device: str
@@ -540,7 +541,8 @@ class AttachLaneRequest(_message.Message):
     stages: int
     answers_handle: bytes
     rows_wire: str
-    def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., answers_handle: _Optional[bytes] = ..., rows_wire: _Optional[str] = ...) -> None: ...
+    answer_buffers: int
+    def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., answers_handle: _Optional[bytes] = ..., rows_wire: _Optional[str] = ..., answer_buffers: _Optional[int] = ...) -> None: ...
 
 class AttachLaneReply(_message.Message):
     __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds", "mailbox_handle", "rows_wire", "goes_ahead")

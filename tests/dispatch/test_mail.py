@@ -143,7 +143,7 @@ def test_the_text_counts_as_the_host_does() -> None:
     assert (kernels.LATE, kernels.LOST) == (Status.LATE, Status.LOST)
     assert kernels.MISFIT not in set(Status) and kernels.ABORT not in (0, kernels.YIELD)
     headers = {
-        "HEADER": (m.TAG, m.LAYER, m.STAGE, m.COUNT, m.KIND, m.FILLED),
+        "HEADER": (m.TAG, m.LAYER, m.STAGE, m.COUNT, m.KIND, m.FILLED, m.BUFFER),
         "ANSWER": (m.TAG, m.EPOCH, m.VERSION, m.ANSWERED),
     }
     for name, places in headers.items():

@@ -145,6 +145,7 @@ def test_what_cannot_be_attached_is_refused_by_name(house: LocalCluster) -> None
     assert "must be 1 to 64 letters" in refused(house, name="no name").message
     assert "rows: 33 is not one of 1 to 32" in refused(house, rows=33).message
     assert "stages: 9 is not one of 1 to 8" in refused(house, stages=9).message
+    assert "answer_buffers: 9 is not one of 0 to 8" in refused(house, buffers=9).message
     assert "model: 'other' is not served here" in refused(house, model="other").message
     assert isinstance(refused(house, rank=7), NotFound)
     with attached(house, "one", rank=0):

@@ -29,7 +29,7 @@ from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
-LAYOUT = MailboxLayout.of((4, 2), (8, 4, 2), "fp32")
+LAYOUT = MailboxLayout.of((4, 2), (8, 4, 2), "fp32", buffers=2)
 PATIENCE = 5.0
 
 
@@ -50,9 +50,9 @@ class Caller(LaneWords):
         self.steps.append(Step(request, ended))
         return self.steps[-1]
 
-    def post(self, stage: int, step: int, layer: int, count: int = 2) -> None:
+    def post(self, stage: int, step: int, layer: int, count: int = 2, buffer: int = 0) -> None:
         head = LAYOUT.header(stage)
-        values = {m.LAYER: layer, m.STAGE: stage, m.COUNT: count, m.KIND: m.CHOICE}
+        values = {m.LAYER: layer, m.STAGE: stage, m.COUNT: count, m.KIND: m.CHOICE, m.BUFFER: buffer}
         for at, value in (values | {m.TAG: tag_of(self.number, step)}).items():
             self.box[head + at] = value
 
@@ -87,6 +87,27 @@ def test_steps_begin_by_their_tags_and_are_answered_by_the_same(caller: Caller) 
         caller.steps[-1].answer()
     assert caller.ended == (Status.OK, "")
     assert (caller.lane.counts.passes, caller.lane.counts.steps) == (1, 4) and caller.observed == ["ok"]
+
+
+@pytest.mark.parametrize("buffer", [2, 1 << 32, (1 << 64) - 1])
+def test_an_answer_is_wanted_in_a_buffer_that_there_is(caller: Caller, buffer: int) -> None:
+    caller.announce([3, 5], stages=2)
+    for stage in (0, 1):
+        caller.post(stage, 0, 3, buffer=stage)
+    caller.look()
+    places = [step.request.output.offset for step in caller.steps]
+    assert places == [LAYOUT.answer(0), LAYOUT.answer(1, 1)]
+    assert len({LAYOUT.answer(stage, which) for stage in (0, 1) for which in (0, 1)}) == 4
+    assert LAYOUT.answer(1, 1) + 4 * 8 * 4 <= LAYOUT.answers_bytes
+    for step in caller.steps:
+        step.answer()
+    caller.post(1, 1, 5, buffer=buffer)
+    caller.look()
+    assert len(caller.steps) == 2 and caller.ended is not None
+    assert caller.ended == (
+        Status.REFUSED,
+        f"bad_step: answer buffer {buffer} of a step; this lane was attached with 2",
+    )
 
 
 def test_all_steps_have_the_weights_of_the_first_unless_any_will_do(caller: Caller) -> None:

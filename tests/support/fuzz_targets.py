@@ -224,7 +224,7 @@ def mailboxes(folder: Path) -> Opened:
     house = Door(folder)
     checkpoint = house.served.checkpoint
     model = (checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
-    layout = MailboxLayout.of((2, 2), model, "fp32")
+    layout = MailboxLayout.of((2, 2), model, "fp32", buffers=2)
     layer, head = house.served.layers[0], layout.header(0)
     together = HostSteps(
         house.lane,
@@ -238,7 +238,7 @@ def mailboxes(folder: Path) -> Opened:
     seeds = [
         [*announced, "look", *posted, "look"],
         [*announced, "look", "look", *posted, [head + m.KIND, 1], "look", [m.GIVEN_UP, 1], "look"],
-        [*announced, *posted, "look", "look", [m.ANNOUNCED, 2], "look"],
+        [*announced, [head + m.BUFFER, 1], *posted, "look", "look", [m.ANNOUNCED, 2], "look"],
     ]
 
     def run(data: bytes) -> None:

@@ -25,11 +25,17 @@ class HostPair:
     """A caller's words in host memory, and an owner's stream."""
 
     def __init__(
-        self, runs: PassRuns, alone: Alone, stages: int = 1, rows: int = 40, patience: float = 5.0
+        self,
+        runs: PassRuns,
+        alone: Alone,
+        stages: int = 1,
+        rows: int = 40,
+        patience: float = 5.0,
+        buffers: int = 1,
     ) -> None:
         sizes = alone.checkpoint
         widths = sizes.hidden, sizes.num_experts, sizes.top_k
-        self.layout = HostMailLayout(rows, stages, *widths, torch.bfloat16)
+        self.layout = HostMailLayout(rows, stages, *widths, torch.bfloat16, buffers=buffers)
         self.words = self.layout.words
         made = [
             torch.full((nbytes,), MARK, dtype=torch.uint8).pin_memory()
@@ -68,10 +74,11 @@ class HostPair:
             if column is not None:
                 self._put(place, column)
         self._put(self.words.columns(stage)[0], given.hidden[:filled])
-        said = {"layer": layer, "stage": stage, "count": len(given.hidden), "kind": m.CHOICE} | header
+        said = {"layer": layer, "stage": stage, "count": len(given.hidden), "kind": m.CHOICE, "buffer": 0}
+        places = {"layer": m.LAYER, "stage": m.STAGE, "count": m.COUNT, "kind": m.KIND, "buffer": m.BUFFER}
         head = self.words.header(stage)
-        for at, name in ((m.LAYER, "layer"), (m.STAGE, "stage"), (m.COUNT, "count"), (m.KIND, "kind")):
-            self.box[head + at] = said[name]
+        for name, value in (said | header).items():
+            self.box[head + places[name]] = value
         fence()
         self.box[head + m.TAG] = tag_of(self.number, step)
 
@@ -94,7 +101,7 @@ class HostPair:
         """Whether the step's answer is said to be there."""
         return bool(self.out[self.words.answer_header(stage) + m.TAG] == tag_of(self.number, step))
 
-    def answer(self, stage: int, step: int, rows: int) -> Tensor:
+    def answer(self, stage: int, step: int, rows: int, buffer: int = 0) -> Tensor:
         """Waits for an answer; it is on the GPU. Raises TimeoutError."""
         until = time.monotonic() + SECONDS
         while not self.answered(stage, step):
@@ -102,11 +109,11 @@ class HostPair:
                 raise TimeoutError(f"step {step} of stage {stage} has no answer")
         head = self.words.answer_header(stage)
         assert (self.out[head + m.EPOCH], self.out[head + m.VERSION]) == (7, 3)
-        return self.raw_answer(stage, rows).cuda()
+        return self.raw_answer(stage, rows, buffer).cuda()
 
-    def raw_answer(self, stage: int, rows: int) -> Tensor:
+    def raw_answer(self, stage: int, rows: int, buffer: int = 0) -> Tensor:
         """What lies where an answer of so many rows is."""
-        at = self.words.answer(stage)
+        at = self.words.answer(stage, buffer)
         found = self._out[at : at + rows * self.layout.row_bytes].clone()
         return found.view(torch.bfloat16).view(rows, self.layout.hidden)
 
@@ -120,4 +127,4 @@ class HostPair:
     def taken(self) -> int:
         """Rows of the last step, as the owner has agreed upon them."""
         torch.cuda.synchronize()
-        return int(self.owner.state[Word.TAKEN])
+        return int(self.owner.state[Word.TAKEN]) & 0xFFFFFFFF

@@ -66,6 +66,7 @@ TAKE = Arguments(
     awaited="int",
     early="int",
     host="int",
+    buffers="int",
     **ROWS,
 )
 POST = Arguments(
@@ -80,6 +81,7 @@ POST = Arguments(
     last="int",
     lines_at="u64",
     rows_at="u64",
+    buffer_bytes="u64",
     stage="int",
     row_words="int",
     blocks="int",

@@ -16,8 +16,10 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 @dataclass(frozen=True)
 class HostMailLayout(MailLayout):
     """The places of a `MailboxLayout`. In place of lines a stage has the one header that its caller's host
-    writes, and the one of its answer.
+    writes, and the one of its answer. buffers: in how many the caller may want it.
     """
+
+    buffers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,7 +35,12 @@ class HostMailLayout(MailLayout):
     def words(self) -> MailboxLayout:
         """What lies where, for the hosts of both."""
         sizes = (self.hidden, self.experts, self.top_k)
-        return MailboxLayout.of((self.rows, self.stages), sizes, NAMES[self.dtype])
+        return MailboxLayout.of((self.rows, self.stages), sizes, NAMES[self.dtype], self.buffers)
+
+    @property
+    def answer_buffers(self) -> tuple[int, int]:
+        """In how many a stage's answer may be wanted, and bytes from one to the next."""
+        return self.buffers, self.words.buffer_bytes
 
     @property
     def mailbox_bytes(self) -> int:

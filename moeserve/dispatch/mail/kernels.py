@@ -236,6 +236,7 @@ class OwnerKernels:
             given = {"lines_at": rows["lines_at"], "stage": stage, "early": int(early)}
             self._await.launch(1, MOST_BLOCKS, given, overlapped=self._overlaps)
         more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
+        more["buffers"], _ = layout.answer_buffers
         begins = {"awaited": int(awaited), "early": int(early)}
         self._take.launch(blocks, THREADS, rows | more | {"valid": valid} | begins, overlapped=self._overlaps)
 
@@ -267,6 +268,7 @@ class OwnerKernels:
                 "blocks": self._layout.blocks,
                 "lines_at": lines,
                 "rows_at": rows,
+                "buffer_bytes": self._layout.answer_buffers[1],
                 "stage": stage,
                 "row_words": self._layout.row_words,
             },

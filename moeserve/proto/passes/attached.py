@@ -62,6 +62,7 @@ class Wanted:
     timeout: float = 60.0  # seconds for attaching, and for an answer
     spin: float | None = None  # seconds awake for an answer, when it is expected; None: as cores are to spare
     credentials: Credentials | None = field(default=None, repr=False)
+    buffers: int = 1  # of answers, of rows in host memory: one may stay in each
 
     def __post_init__(self) -> None:
         if self.spin is not None and not 0 <= self.spin <= MOST_AWAKE:  # nor where it is NaN
@@ -80,7 +81,7 @@ class AttachedLane:
         self.goes_ahead: bool = made.goes_ahead  # its steps may be launched before their rows are there
         self.mailbox_handle = made.mailbox_handle  # CUDA IPC, of the rank's memory for a GPU's rows
         rows = wanted.rows if wanted.device == "cpu" else 1  # of a GPU's, only words lie in host memory
-        self.layout = MailboxLayout.of((rows, wanted.stages), self.sizes, wanted.dtype)
+        self.layout = MailboxLayout.of((rows, wanted.stages), self.sizes, wanted.dtype, wanted.buffers)
         self.memory = LaneMemory(self.layout, made)
         self._link, self._name = link, made.mailbox
         self.number = 0  # of the last pass
@@ -120,6 +121,7 @@ class AttachedLane:
             stages=wanted.stages,
             answers_handle=wanted.answers_handle,
             rows_wire=wanted.rows_wire,
+            answer_buffers=wanted.buffers,
         )
         made = link.unary(stub.AttachLane, request, wanted.timeout)
         try:

@@ -6,11 +6,14 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moeserve.proto.client.patience import Clock
-from moeserve.proto.errors import Unavailable
-from moeserve.proto.passes.attached import AttachedLane
+from moeserve.proto.errors import InvalidArgument, Overloaded, Unavailable
+from moeserve.proto.passes.answers import SMALLEST_BYTES
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.buffers import AnswerBuffers
 from moeserve.proto.passes.mailbox import MOST_LAYERS
 from moeserve.proto.passes.running import Columns, Pass, cut_of
 from moeserve.proto.tensors import Plain
@@ -92,10 +95,27 @@ class CalledLane:
         self.user = threading.get_ident()  # who called last
         self.used_at = time.monotonic()
         self.turn = threading.Lock()  # of one that is placed: a call at a time
+        self._buffers = AnswerBuffers(lane.memory)
+        self._stays = False  # the answer of what was posted, in its buffer
         self._rounds = Rounds()
         self._run: Pass | None = None
         self._goes_on = False  # it has further steps
         self._calls, self._demanded = 0, 0
+
+    @classmethod
+    def attach(cls, address: str, wanted: Sequence[Wanted]) -> CalledLane:
+        """A lane as the first of these that a rank has memory for. Raises as `AttachedLane.attach`."""
+        for at, one in enumerate(wanted[:-1]):
+            if one in wanted[at + 1 :]:
+                continue
+            try:
+                return cls(AttachedLane.attach(address, one))
+            except InvalidArgument:
+                pass
+            except Overloaded as refused:
+                if refused.reason != "region_limit":
+                    raise
+        return cls(AttachedLane.attach(address, wanted[-1]))
 
     def fits(self, rows: Plain, rank: int | None) -> bool:
         """Whether such rows may go over it; rank: whose lane it has to be, None for any."""
@@ -103,23 +123,45 @@ class CalledLane:
         there = rows.dtype.name == wanted.dtype and len(rows.storage) <= wanted.rows * wanted.stages
         return there and rank == wanted.rank
 
-    def post(self, layer: int, columns: Columns, version: int, clock: Clock) -> Pass:
+    def post(self, layer: int, columns: Columns, version: int, clock: Clock, *, stays: bool = False) -> Pass:
         """Brings a call's rows to steps of as many stages as they need, of a pass with weights of this
         version, 0 for any: the first are under way while the others are copied. Raises as `run_of` does.
+
+        stays: the answer may be handed out where it lies, in memory of the lane.
         """
         parts = divided(len(columns[0].storage), self.lane.wanted.rows)
         run = self.run_of(layer, version, clock, len(parts))
+        self._stays = stays and self._may_stay(columns[0], parts)
+        buffer = 0 if self.placed else self._buffers.next
         for stage, (start, stop) in enumerate(parts):
             cut = columns if len(parts) == 1 else cut_of(columns, start, stop)
-            run.post_columns(stage, stop - start, cut, placed=self.placed)
+            run.post_columns(stage, stop - start, cut, placed=self.placed, buffer=buffer)
         return run
 
-    def take(self, run: Pass, into: Plain, clock: Clock) -> None:
-        """Copies the answers of what was posted, as they come; what lies in its place is not copied. Raises
-        MoeError.
+    def _may_stay(self, rows: Plain, parts: list[tuple[int, int]]) -> bool:
+        """Whether an answer to such rows may be held in its buffer: a copy is not worth less than that, there
+        is another buffer for the next, and its parts lie one behind the other.
         """
-        for stage, (start, stop) in enumerate(divided(len(into.storage), self.lane.wanted.rows)):
+        layout = self.lane.layout
+        dense = len(parts) == 1 or (
+            all(stop - start == layout.rows for start, stop in parts[:-1])
+            and layout.answer(1) - layout.answer(0) == layout.hidden_spec(layout.rows).nbytes
+        )
+        return dense and self._buffers.spare and rows.spec.nbytes >= SMALLEST_BYTES
+
+    def take(self, run: Pass, like: Plain, place: Callable[[], Plain], clock: Clock) -> Plain:
+        """The answer to what was posted, which is like `like`: in the lane's memory where it may stay there,
+        else copied to `place()` as it comes, unless that is where it lies. Raises MoeError.
+        """
+        parts = divided(len(like.storage), self.lane.wanted.rows)
+        if self._stays:
+            for stage in range(len(parts)):
+                run.arrived(stage, clock.remaining)
+            return self._buffers.hand_out(like)
+        into = place()
+        for stage, (start, stop) in enumerate(parts):
             run.take_into(stage, into.rows(start, stop), clock.remaining)
+        return into
 
     def run_of(self, layer: int, version: int, clock: Clock, stages: int = 1) -> Pass:
         """The pass whose next steps are of this layer at so many stages, with weights of this version, 0 for

@@ -27,8 +27,9 @@ from moeserve.proto.client.patience import Clock, Patience, is_whole
 from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, Unavailable
-from moeserve.proto.passes.answers import Answers
+from moeserve.proto.passes.answers import SMALLEST_BYTES, Answers
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
+from moeserve.proto.passes.buffers import BUFFERS
 from moeserve.proto.passes.called_lane import CalledLane, divided
 from moeserve.proto.passes.refusals import REFUSED_SECONDS, Refusals
 from moeserve.proto.passes.running import PassLate, columns_of
@@ -65,8 +66,9 @@ class LaneClient(MoeClient):
     lanes: of this host's ranks, attached by the first calls; each takes one call at a time, and a rank has
     `passes.lanes` of them for all callers. The other arguments, and what calls raise, are MoeClient's. Calls
     over lanes have up to 8192 rows, with weights or logits of float32, and are a step for every 2048, where
-    a rank launches steps ahead; to others up to 2048. The answer is copied to `output`, or to memory that is
-    used again when nobody holds an answer in it.
+    a rank launches steps ahead; to others up to 2048. The answer is copied to `output`. Without one a large
+    answer is handed out in the lane's memory while there is room for the next two, and copied else, to memory
+    that is used again when nobody holds an answer in it.
     """
 
     def __init__(
@@ -251,9 +253,10 @@ class LaneClient(MoeClient):
         columns = columns_of(rows, route, line.lane.memory.specs(len(rows.storage)))
         for _ in range(TRIES):
             try:
-                run = line.post(layer, columns, options.get("weights_version", 0), clock)
-                into = self._place_for(rows, output)
-                line.take(run, into, clock)
+                run = line.post(
+                    layer, columns, options.get("weights_version", 0), clock, stays=output is None
+                )
+                into = line.take(run, rows, lambda: self._place_for(rows, output), clock)
             except DeadlineExceeded as late:
                 if not clock.remaining:
                     raise
@@ -357,14 +360,11 @@ class LaneClient(MoeClient):
         room = self._refusals.limit(kind, min(MOST_ROWS, max(FEWEST_ROWS, _power(steps[0][1]))))
         seconds = min(ATTACH_SECONDS, clock.remaining)
         wanted = self._wanted((room, _power(len(steps))), rows.dtype.name, rank, seconds)
-        least = replace(wanted, rows=steps[0][1], stages=len(steps))
+        less = [wanted, replace(wanted, rows=steps[0][1], stages=len(steps))]
+        if rows.spec.nbytes // count * room >= SMALLEST_BYTES:
+            less.insert(0, replace(wanted, buffers=BUFFERS))
         try:
-            try:
-                line = CalledLane(AttachedLane.attach(self.address, wanted))
-            except InvalidArgument:  # a rank may not take as many rows as that
-                if wanted == least:
-                    raise
-                line = CalledLane(AttachedLane.attach(self.address, least))
+            line = CalledLane.attach(self.address, less)
             if len(steps) > 1 and not line.lane.goes_ahead:  # a CPU computes one step sooner than several
                 self._refusals.limited(kind, MOST_ROWS)
                 line.close(min(DETACH_SECONDS, clock.remaining))

@@ -10,12 +10,14 @@ bits, and below it the step of the stage, counted from 1: no tag comes again whi
 rows are the caller's again when the answer's tag is there.
 
 Mailbox, 64-bit words: ANNOUNCED, and what an announcement has; BELL; from LAYERS on the layers. Then a line
-of words for each stage: TAG, LAYER, STAGE, COUNT, KIND, FILLED. Then each stage's rows: hidden states, ids
-int32, weights float32, logits float32. Answers: ENDED, STATUS, TEXT_BYTES, TAKES; the text; a line for each
-stage: TAG, EPOCH, VERSION, ANSWERED; each stage's answers.
+of words for each stage: TAG, LAYER, STAGE, COUNT, KIND, FILLED, BUFFER. Then each stage's rows: hidden
+states, ids int32, weights float32, logits float32. Answers: ENDED, STATUS, TEXT_BYTES, TAKES; the text; a
+line for each stage: TAG, EPOCH, VERSION, ANSWERED; then one answer buffer or more, each with a place for the
+answer of every stage.
 
 Where the rank takes them so, a caller may write a tag before the hidden states are there, and says in FILLED
-how many are. Of a large answer the rank may say in ANSWERED how many rows are there, before its tag.
+how many are. Of a large answer the rank may say in ANSWERED how many rows are there, before its tag. In which
+buffer it is wanted says BUFFER: an answer stays in one while the next steps have theirs in others.
 """
 
 from __future__ import annotations
@@ -41,19 +43,19 @@ LAYERS = 8  # the first of the words that name layers
 MOST_LAYERS = 504
 STANDING, ANY_WEIGHTS = 1, 2
 
-TAG, LAYER, STAGE, COUNT, KIND, FILLED = range(6)
+TAG, LAYER, STAGE, COUNT, KIND, FILLED, BUFFER = range(7)
 """Words of a stage's header in the mailbox. KIND: CHOICE or LOGITS. FILLED: the rows of hidden states that
-are there, and 1; 0: all were when the tag was written.
+are there, and 1; 0: all were when the tag was written. BUFFER: the answer's, counted from 0.
 """
 
 CHOICE, LOGITS = 0, 1
 
 ENDED, STATUS, TEXT_BYTES, TAKES = range(4)
 """Words of the answers: the number of the pass that has ended, written last; how; the bytes of the text; and
-what the rank takes of the caller, from when the lane is made: TAKES_FILLED.
+what the rank takes of the caller, from when the lane is made: TAKES_FILLED, TAKES_BUFFER.
 """
 
-TAKES_FILLED = 1
+TAKES_FILLED, TAKES_BUFFER = 1, 2
 
 TEXT = 64  # bytes before the text
 MOST_TEXT = 1024
@@ -63,7 +65,7 @@ EPOCH, VERSION, ANSWERED = 1, 2, 3
 way or of the last one.
 """
 
-MOST_STAGES = 8
+MOST_STAGES, MOST_BUFFERS = 8, 8
 LAST_NUMBER = 2**32 - 1
 """Of passes, and of the steps of one stage: both start over at 1."""
 
@@ -89,11 +91,14 @@ class MailboxLayout:
     experts: int
     top_k: int
     dtype: DType
+    buffers: int = 1  # of answers
 
     @classmethod
-    def of(cls, sizes: tuple[int, int], model: tuple[int, int, int], dtype: str) -> MailboxLayout:
+    def of(
+        cls, sizes: tuple[int, int], model: tuple[int, int, int], dtype: str, buffers: int = 1
+    ) -> MailboxLayout:
         """sizes: rows and stages; model: hidden size, experts, and experts a token. Raises TensorError."""
-        return cls(*sizes, *model, known("dtype", dtype))
+        return cls(*sizes, *model, known("dtype", dtype), buffers)
 
     def hidden_spec(self, count: int) -> Spec:
         """Of hidden states and answers."""
@@ -126,7 +131,12 @@ class MailboxLayout:
     @property
     def answers_bytes(self) -> int:
         """Of all that the rank writes."""
-        return self._first_answer + self.stages * aligned(self.hidden_spec(self.rows).nbytes)
+        return self._first_answer + self.buffers * self.buffer_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of one answer of every stage."""
+        return self.stages * aligned(self.hidden_spec(self.rows).nbytes)
 
     @property
     def _first_answer(self) -> int:
@@ -148,9 +158,10 @@ class MailboxLayout:
             places.append(places[-1] + aligned(spec.nbytes))
         return places[0], places[1], places[2], places[3]
 
-    def answer(self, stage: int) -> int:
+    def answer(self, stage: int, buffer: int = 0) -> int:
         """Where the answers of a stage begin."""
-        return self._first_answer + stage * aligned(self.hidden_spec(self.rows).nbytes)
+        at = self._first_answer + buffer * self.buffer_bytes
+        return at + stage * aligned(self.hidden_spec(self.rows).nbytes)
 
 
 def tag_of(number: int, step: int) -> int:

@@ -30,7 +30,7 @@ class LaneMemory:
     def __init__(self, layout: MailboxLayout, made: moe_pb2.AttachLaneReply) -> None:
         """Maps both regions. Raises MoeError where the rank does not hand them over."""
         self.layout = layout
-        self._made: dict[tuple[int, int], tuple[Room, Plain]] = {}  # by stage and rows
+        self._made: dict[tuple[int, int, int], tuple[Room, Plain]] = {}  # by stage, rows and buffer
         self._mailbox = RemoteRegion.open(_region(made.mailbox, made.mailbox_bytes, made.socket))
         try:
             self._answers = RemoteRegion.open(_region(made.answers, made.answers_bytes, made.socket))
@@ -41,6 +41,7 @@ class LaneMemory:
         self.out = self._answers.bytes().cast("Q")
         # whether the rank begins with rows while others are copied, and says how many of an answer are there
         self.fills = made.goes_ahead and bool(self.out[m.TAKES] & m.TAKES_FILLED)
+        self.buffers = layout.buffers if self.out[m.TAKES] & m.TAKES_BUFFER else 1  # of answers
         self.words = Words(self.out)  # which their writer may wake
         self._written = Words(self.box)
 
@@ -60,21 +61,26 @@ class LaneMemory:
         hidden, ids, weights, logits = self.room(0, rows)
         return hidden.spec, ids.spec, weights.spec, logits.spec
 
-    def answer(self, stage: int, rows: int) -> Plain:
+    def answer(self, stage: int, rows: int, buffer: int = 0) -> Plain:
         """Memory that holds a stage's answer."""
-        return self._places(stage, rows)[1]
+        return self._places(stage, rows, buffer)[1]
 
-    def _places(self, stage: int, rows: int) -> tuple[Room, Plain]:
+    def answer_bytes(self, buffer: int, nbytes: int) -> memoryview:
+        """The first bytes of an answer buffer."""
+        at = self.layout.answer(0, buffer)
+        return self._answers.bytes()[at : at + nbytes]
+
+    def _places(self, stage: int, rows: int, buffer: int = 0) -> tuple[Room, Plain]:
         """Both, made once for a number of rows: to make them takes as long as to fill them with a few."""
-        found = self._made.get((stage, rows))
+        found = self._made.get((stage, rows, buffer))
         if found is None:
             layout = self.layout
             specs = (layout.hidden_spec(rows), *layout.route_specs(rows))
             hidden, ids, weights, logits = map(self._mailbox.view, layout.columns(stage), specs)
-            answer = self._answers.view(layout.answer(stage), layout.hidden_spec(rows))
+            answer = self._answers.view(layout.answer(stage, buffer), layout.hidden_spec(rows))
             if len(self._made) >= MOST_MADE:
                 self._made.clear()
-            found = self._made[stage, rows] = (hidden, ids, weights, logits), answer
+            found = self._made[stage, rows, buffer] = (hidden, ids, weights, logits), answer
         return found
 
     def placed(self, stage: int, rows: int, rank: int) -> tuple[SharedTensor, SharedTensor]:
@@ -84,7 +90,7 @@ class LaneMemory:
         answer = SharedTensor(self._answers, layout.answer(stage), spec, rank)
         (_, ids, weights, logits), _ = self._places(stage, rows)
         # the same objects from here on: to compare addresses takes as long as to copy a row
-        self._made[stage, rows] = (hidden.plain, ids, weights, logits), answer.plain
+        self._made[stage, rows, 0] = (hidden.plain, ids, weights, logits), answer.plain
         return hidden, answer
 
     @property

@@ -70,6 +70,7 @@ class Pass:
         self._memory, self._timeout, stages = memory, timeout, announced.stages
         self._steps = [0] * stages  # of each stage, that were taken
         self._rows: list[int | None] = [None] * stages  # of the step under way
+        self._buffers = [0] * stages  # of its answer
         self._expected = expected
 
     def layer(self, stage: int) -> int:
@@ -95,8 +96,12 @@ class Pass:
         self.room(stage, count)  # or there is none for so many
         self.post_columns(stage, count, columns_of(rows, route, self._memory.specs(count)))
 
-    def post_columns(self, stage: int, count: int, columns: Columns, *, placed: bool = False) -> None:
-        """Does as `post` with what `columns_of` gave. placed: hidden states lie there already."""
+    def post_columns(
+        self, stage: int, count: int, columns: Columns, *, placed: bool = False, buffer: int = 0
+    ) -> None:
+        """Does as `post` with what `columns_of` gave. placed: hidden states lie there already. buffer: in
+        which the answer is wanted, of those that the lane has.
+        """
         (into, *there), (hidden, *route) = self.room(stage, count), columns
         for place, column in zip(there, route, strict=True):
             if column is not None:
@@ -105,9 +110,9 @@ class Pass:
         if placed or not self._memory.fills or hidden.spec.nbytes < PARTED_BYTES:
             if not placed:
                 copy_into(into.storage, hidden.storage)
-            self.send(stage, count, logits=logits)
+            self.send(stage, count, logits=logits, buffer=buffer)
             return
-        self.send(stage, count, logits=logits, filled=False)
+        self.send(stage, count, logits=logits, filled=False, buffer=buffer)
         box, filled = self._memory.box, self._memory.layout.header(stage) + m.FILLED
         parts = hidden.spec.nbytes // PART_BYTES
         for part in range(parts):
@@ -127,13 +132,16 @@ class Pass:
             raise TensorError("hidden", f"{count} rows; this lane was attached with {most} at most")
         return self._memory.room(stage, count)
 
-    def send(self, stage: int, count: int, *, logits: bool = False, filled: bool = True) -> None:
+    def send(
+        self, stage: int, count: int, *, logits: bool = False, filled: bool = True, buffer: int = 0
+    ) -> None:
         """Says that the stage's rows are in their `room`: its next step may begin. filled: hidden states are,
-        too; else they follow at once, and the header's FILLED says how many are there.
+        too; else they follow at once, and the header's FILLED says how many are there. buffer: the answer's.
         """
         box, head = self._memory.box, self._memory.layout.header(stage)
         box[head + m.LAYER], box[head + m.STAGE], box[head + m.COUNT] = self.layer(stage), stage, count
         box[head + m.KIND], box[head + m.FILLED] = m.LOGITS if logits else m.CHOICE, not filled
+        box[head + m.BUFFER] = self._buffers[stage] = buffer
         fence()
         box[head + m.TAG] = tag_of(self.number, self._steps[stage])
         self._memory.ring()
@@ -171,7 +179,7 @@ class Pass:
         rows = self._rows[stage]
         if rows is None:
             raise ValueError(_NOTHING.format(stage))
-        there = self._memory.answer(stage, rows)
+        there = self._memory.answer(stage, rows, self._buffers[stage])
         if into is there or into.address == there.address:
             self.arrived(stage, timeout)
             return
@@ -219,7 +227,7 @@ class Pass:
         fence()
         self._rows[stage] = None
         self._steps[stage] += 1
-        return memory.answer(stage, rows)
+        return memory.answer(stage, rows, self._buffers[stage])
 
     def version(self, stage: int) -> int:
         """The version of the weights that made the stage's last answer."""

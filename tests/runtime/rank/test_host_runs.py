@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from host_pairs import HostPair
+from host_pairs import MARK, HostPair
 from houses import Alone
 from pass_pairs import expected, given
 from torch import Tensor
@@ -144,6 +144,36 @@ def test_a_large_answer_is_told_of_part_by_part(
             assert torch.equal(torch.cat(parts).cuda(), answer[:told])
         same(rank, [(0, batch, answer)])
     assert seen & {1024, 2048, 3072}, "none of its parts was told of before the whole"
+
+
+@pytest.mark.parametrize("rows", [3, 1792])
+def test_an_answer_lies_in_the_buffer_that_its_header_names(
+    runs: PassRuns, rank: HostedRank, alone: Alone, rows: int
+) -> None:
+    """Launched, recorded and replayed, and what lies in the others stays."""
+    pair = HostPair(runs, alone, stages=2, rows=rows, buffers=3)
+    kept, number = {}, pair.begin()
+    for step, buffer in enumerate((0, 2, 1, 2, 0, 1)):
+        flight = pair.launch(((0, 0), (0, 1)), padded_rows(rows), begins=0 if step else number)
+        for stage in (0, 1):
+            batch = given(alone, rows, seed=10 * step + stage)
+            pair.write(stage, step, 0, batch, buffer=(buffer + stage) % 3)
+            kept[stage, (buffer + stage) % 3] = batch
+            pair.answer(stage, step, rows)
+        assert pair.told(flight).ended == 0
+        for (stage, at), batch in kept.items():
+            same(rank, [(0, batch, pair.raw_answer(stage, rows, at).cuda())])
+    assert len(kept) == 6
+
+
+@pytest.mark.parametrize("buffer", [3, 1 << 31, 1 << 63])
+@pytest.mark.parametrize("rows", [3, 1792])
+def test_a_buffer_that_there_is_not_is_refused(runs: PassRuns, alone: Alone, rows: int, buffer: int) -> None:
+    pair = HostPair(runs, alone, rows=rows, buffers=3)
+    flight = pair.launch(((0, 0),), padded_rows(rows), begins=pair.begin())
+    pair.write(0, 0, 0, given(alone, rows, seed=1), buffer=buffer)
+    assert pair.told(flight).ended == REFUSED and not pair.answered(0, 0)
+    assert bool((pair.raw_answer(0, rows, 0).view(torch.uint8) == MARK).all()), "nothing is written"
 
 
 def off(found: Tensor, right: Tensor) -> float:

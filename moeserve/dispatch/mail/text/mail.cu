@@ -20,7 +20,7 @@ enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, V
 enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
 enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
 enum { YIELD = 2 };  // of the host's word: others want the device, and what waits is launched anew
-enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND, HEADER_FILLED };
+enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND, HEADER_FILLED, HEADER_BUFFER };
 enum { ANSWER_TAG, ANSWER_EPOCH, ANSWER_VERSION, ANSWER_FILLED };  // words of an answer's header in host memory
 
 #define WARP 32

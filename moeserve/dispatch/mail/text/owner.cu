@@ -11,6 +11,7 @@ DEVICE u32 said(const Line* header, int at) {
 struct Said {
   u64 tag;
   u32 layer, kind, count;
+  u32 buffer;  // in which the answer is wanted, of a caller's in host memory
 };
 
 // Reads a line as it is. It is the step's whose tag it has.
@@ -18,6 +19,7 @@ DEVICE Said read_line(const Line* line, int stage, bool host) {
   Said found = {load_acquire(&line->tag)};
   if (host) {
     const u32 of = said(line, HEADER_STAGE);
+    found.buffer = said(line, HEADER_BUFFER);
     found.layer = said(line, HEADER_LAYER), found.kind = said(line, HEADER_KIND), found.count = said(line, HEADER_COUNT);
     if (of != (u32)stage) found.layer = MOST_SAID;  // no layer's
   } else {
@@ -130,7 +132,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
       else if (gridDim.x > 1) count = agree(words, agreed_key(next.tag, args.stage), count);
       const bool other = found.layer != (u32)args.layer || found.kind != (u32)args.kind;
       const bool wrong = other && !(args.host && found.layer == (u32)args.layer && found.kind <= 1);  // its host may change the kind
-      if ((wrong && !least) || count > (u32)args.most) {
+      if ((wrong && !least) || count > (u32)args.most || found.buffer >= (u32)args.buffers) {
         note_end(words, REFUSED, behind);
       } else if (other || count > (u32)args.padded || count < least) {
         note_end(words, MISFIT, behind);
@@ -170,7 +172,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
   if (block || threadIdx.x) return;
   if (args.early && read < took) await_read(words, took);
-  words[TAKEN] = count;
+  words[TAKEN] = (u64)next.found.buffer << 32 | count;
   words[TOOK] = took + 1;
 }
 
@@ -246,13 +248,15 @@ DEVICE void tell_part(u64* words, int stage, int part, int blocks, u64* header, 
 
 // Writes a block's share of an answer; of a large one in host memory its share of each part, so that the caller copies what
 // is there while the rest comes.
-DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u32 count, u64 tag, int block, int blocks) {
+DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u64 taken, u64 tag, int block, int blocks) {
+  const u32 count = (u32)taken;
   const long whole = (long)count * args.row_words;
+  uint4* home = (uint4*)(answers + args.rows_at + (taken >> 32) * args.buffer_bytes);
   const int parts = args.host && whole >= PARTED ? PARTS : 1;
   for (int part = 0; part < parts; ++part) {
     const u32 rows = (u32)((u64)count * (part + 1) / parts);
     const long from = (long)((u64)count * part / parts) * args.row_words;
-    copy_share(args.answer + from, (uint4*)(answers + args.rows_at) + from, (long)rows * args.row_words - from, block, blocks);
+    copy_share(args.answer + from, home + from, (long)rows * args.row_words - from, block, blocks);
     if (part + 1 < parts)
       tell_part(words, args.stage, part, blocks, (u64*)(answers + args.lines_at), filled_of(tag, rows));
   }
@@ -275,9 +279,9 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   }
   const u64 took = word(words, TOOK);
   __shared__ u64 seen;  // once for all threads: another block may end the pass meanwhile
-  __shared__ u32 taken;  // likewise: when this thread has counted what is read, a take may write it
+  __shared__ u64 taken;  // likewise: when this thread has counted what is read, a take may write it
   if (threadIdx.x == 0) {
-    taken = (u32)word(words, TAKEN);
+    taken = word(words, TAKEN);
     u64 ended = word(words, ENDED);
     if (word(words, DONE) + 1 < took) {
       await_posts(words, took);
@@ -289,7 +293,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   const u32 epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
   u8* answers = (u8*)words[ANSWERS];
   __syncthreads();
-  const u32 count = taken;
+  const u32 count = (u32)taken;
   const u64 ended = seen, steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   if (blockIdx.x == 0) counted.store(args);
@@ -303,7 +307,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   }
   if (!ended && blockIdx.x >= blocks && threadIdx.x == 0) count_read(words, args.stage, took);  // it has no share
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
-    if (!ended) give_share(args, words, answers, count, tag, block, blocks);
+    if (!ended) give_share(args, words, answers, taken, tag, block, blocks);
     __syncthreads();  // the release below is of what all threads of the block have written
     if (threadIdx.x) continue;
     if (!ended) count_read(words, args.stage, took);

@@ -108,7 +108,7 @@ class AnnouncedLane(ABC):
         self._written = Words(self._box)
         self._out_words = Words(_words(answers.memory))
         self._out, self._text = _words(answers.memory), answers.memory[m.TEXT : m.TEXT + m.MOST_TEXT]
-        self._out[m.TAKES] = m.TAKES_FILLED
+        self._out[m.TAKES] = m.TAKES_FILLED | m.TAKES_BUFFER
         self._last = 0  # the pass that was announced last
 
     @property

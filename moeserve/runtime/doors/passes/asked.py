@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes.attached import ANY_WIRE
-from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
+from moeserve.proto.passes.mailbox import MOST_BUFFERS, MOST_STAGES, MailboxLayout
 from moeserve.proto.tensors import FLOATS, TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused
@@ -55,6 +55,9 @@ def checked(
         raise TensorError("rows", f"{request.rows} is not one of 1 to {limits.rows} (step.lane_rows)")
     if not 0 < request.stages <= MOST_STAGES:
         raise TensorError("stages", f"{request.stages} is not one of 1 to {MOST_STAGES}")
+    most = MOST_BUFFERS if request.device == "cpu" else 1  # a GPU's answers lie in its caller's memory
+    if request.answer_buffers > most:
+        raise TensorError("answer_buffers", f"{request.answer_buffers} is not one of 0 to {most}")
     dtype = moe_pb2.DType.Name(request.dtype) if request.dtype in moe_pb2.DType.values() else ""
     if (named := dtype.removeprefix("DTYPE_").lower()) not in FLOATS:
         raise TensorError("dtype", f"number {request.dtype} is not one of {', '.join(FLOATS)}")
@@ -63,11 +66,12 @@ def checked(
     sizes = (model.hidden, model.experts, model.top_k)
     if request.device != "cpu":
         return MailboxLayout.of((1, request.stages), sizes, named)  # words alone
-    layout = MailboxLayout.of((request.rows, request.stages), sizes, named)
+    buffers = request.answer_buffers or 1
+    layout = MailboxLayout.of((request.rows, request.stages), sizes, named, buffers)
     if (needed := layout.mailbox_bytes + layout.answers_bytes) > limits.bytes:
         raise TensorError(
             "rows",
-            f"{request.rows} rows at {request.stages} stages take {needed} bytes of shared memory, and "
-            f"passes.lane_bytes is {limits.bytes}",
+            f"{request.rows} rows at {request.stages} stages with {buffers} answer buffers take {needed} "
+            f"bytes of shared memory, and passes.lane_bytes is {limits.bytes}",
         )
     return layout

@@ -33,6 +33,10 @@ Begin = Callable[[moe_pb2.ForwardRequest, Callable[[moe_pb2.ForwardStreamReply],
 """Begins a step, whose reply the function gets, once, from any thread. None: it has ended already."""
 
 
+Header = tuple[int, int, int, int]
+"""What a step says of itself, once it is checked: layer, rows, kind, and its answer's buffer."""
+
+
 class DeviceLane(HandedLane):
     """A lane whose rows lie in host memory; its steps are begun together with those of others for the layer,
     where `steps` takes such rows, and else each as a call.
@@ -45,8 +49,9 @@ class DeviceLane(HandedLane):
         self.steps: HostSteps | None = None
         self.peer = ""  # who its caller is
         self._begin = begin
-        # of each stage's last rows: how many they are, and where, if they are begun with others'
-        self._places: dict[int, tuple[int, Places | None]] = {}
+        # of each stage's last rows: how many they are, with the buffer of their answer; and where both are,
+        # if they are begun with others'
+        self._places: dict[int, tuple[int, int, Places | None]] = {}
         stages = range(memory.layout.stages)
         self._heads = [memory.layout.header(stage) for stage in stages]
         self._answers = [memory.layout.answer_header(stage) for stage in stages]
@@ -223,7 +228,7 @@ class DeviceLane(HandedLane):
     def _start(self, run: HostPass, at: int) -> None:
         fence()
         stage, layout, head = run.stages[at], self.memory.layout, self._heads[at]
-        _, layer, named, count, kind = self._box[head : head + 5]
+        _, layer, named, count, kind, _, buffer = self._box[head : head + 7]
         wanted = run.layer(stage)
         if (layer, named) != (wanted, at):
             text = f"a header names layer {layer} and stage {named}; layer {wanted} of stage {at} is next"
@@ -231,15 +236,17 @@ class DeviceLane(HandedLane):
             text = f"{count} rows in a step; this lane was attached with {layout.rows} at most"
         elif kind not in (m.CHOICE, m.LOGITS):
             text = f"kind {kind} of a step is neither {m.CHOICE}, a choice, nor {m.LOGITS}, logits"
+        elif buffer >= layout.buffers:
+            text = f"answer buffer {buffer} of a step; this lane was attached with {layout.buffers}"
         else:
-            self._run(run, at, (layer, count, kind))
+            self._run(run, at, (layer, count, kind, buffer))
             return
         with self._lock:
             stage.busy, self._tries = False, True
             run.ends = run.ends or (Status.REFUSED, f"bad_step: {text}")
         self._conclude(run)
 
-    def _run(self, run: HostPass, at: int, header: tuple[int, int, int]) -> None:
+    def _run(self, run: HostPass, at: int, header: Header) -> None:
         stage = run.stages[at]
         call = self._begun_together(run, at, header)
         if call is None:
@@ -252,16 +259,16 @@ class DeviceLane(HandedLane):
         if over and call is not None:
             call.give_up()
 
-    def _begun_together(self, run: HostPass, at: int, header: tuple[int, int, int]) -> Call | None:
+    def _begun_together(self, run: HostPass, at: int, header: Header) -> Call | None:
         """A step that begins with others'; None for one that is to be a call."""
-        layer, count, kind = header
+        layer, count, kind, buffer = header
         if self.steps is None or kind != m.CHOICE or not count:
             return None
         known = self._places.get(at)
-        if known is None or known[0] != count:
-            found = Places.of(self.memory.layout, self.memory.held, at, count)
-            known = self._places[at] = count, found if self.steps.takes(found) else None
-        if (places := known[1]) is None:
+        if known is None or known[:2] != (count, buffer):
+            found = Places.of(self.memory.layout, self.memory.held, at, count, buffer)
+            known = self._places[at] = count, buffer, found if self.steps.takes(found) else None
+        if (places := known[2]) is None:
             return None
         with self._lock:
             self._lent += 1
@@ -274,8 +281,8 @@ class DeviceLane(HandedLane):
         with self._lock:
             self._lent -= 1
 
-    def _request(self, at: int, header: tuple[int, int, int], version: int) -> moe_pb2.ForwardRequest:
-        layer, count, kind = header
+    def _request(self, at: int, header: Header, version: int) -> moe_pb2.ForwardRequest:
+        layer, count, kind, buffer = header
         layout = self.memory.layout
         hidden, ids, weights, logits = layout.columns(at)
         hidden_spec = layout.hidden_spec(count)
@@ -290,7 +297,7 @@ class DeviceLane(HandedLane):
         else:
             self._place(request.logits, logits, logit_spec)
         out = request.output
-        out.name, out.offset, out.size = self.memory.answers, layout.answer(at), hidden_spec.nbytes
+        out.name, out.offset, out.size = self.memory.answers, layout.answer(at, buffer), hidden_spec.nbytes
         return request
 
     def _place(self, message: moe_pb2.Tensor, offset: int, spec: Spec) -> None:

@@ -58,12 +58,16 @@ class Places:
     reached: tuple[bool, bool]  # whether the device reads the rows, and writes the answer, in place
 
     @classmethod
-    def of(cls, layout: MailboxLayout, held: tuple[Hold, Hold], stage: int, count: int) -> Places:
-        """Of the first `count` rows of a stage. held: the mailbox, and the answers."""
+    def of(
+        cls, layout: MailboxLayout, held: tuple[Hold, Hold], stage: int, count: int, buffer: int = 0
+    ) -> Places:
+        """Of the first `count` rows of a stage, and of their answer in a buffer. held: the mailbox, and the
+        answers.
+        """
         box, answers = held
         rows, (ids, weights, _) = layout.hidden_spec(count), layout.route_specs(count)
         at, id_at, weight_at, _ = layout.columns(stage)
-        home = layout.answer(stage)
+        home = layout.answer(stage, buffer)
         return cls(
             as_torch(box.memory[at : at + rows.nbytes], rows),
             np.frombuffer(box.memory[id_at : id_at + ids.nbytes], np.int32).reshape(ids.shape),

@@ -130,7 +130,7 @@ class MailHost:
         sizes = layout.rows, layout.stages, layout.hidden, layout.experts, layout.top_k
         try:
             runs.check(layout.rows, terms.patience)
-            made = HostMailLayout(*sizes, dtype)
+            made = HostMailLayout(*sizes, dtype, buffers=layout.buffers)
             there = HostMemory.of(box[0].memory, box[1].memory, let_go)
             mail = runs.attach_host(made, there, terms.patience)
         except (CannotRun, ValueError) as error:
