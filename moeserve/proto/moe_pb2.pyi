@@ -458,6 +458,18 @@ class ScaleReply(_message.Message):
     seconds: float
     def __init__(self, outcome: _Optional[str] = ..., reason: _Optional[str] = ..., seats: _Optional[_Iterable[int]] = ..., joined: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ..., moves: _Optional[int] = ..., nbytes: _Optional[int] = ..., epochs: _Optional[int] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class OpenDataConnectionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OpenDataConnectionReply(_message.Message):
+    __slots__ = ("port", "secret")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    secret: bytes
+    def __init__(self, port: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
 class CreateRegionRequest(_message.Message):
     __slots__ = ("size",)
     SIZE_FIELD_NUMBER: _ClassVar[int]

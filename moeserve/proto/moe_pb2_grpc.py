@@ -65,6 +65,11 @@ class LaneServiceStub:
                 request_serializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionRequest.SerializeToString,
                 response_deserializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionReply.FromString,
                 _registered_method=True)
+        self.OpenDataConnection = channel.unary_unary(
+                '/moeserve.v1.LaneService/OpenDataConnection',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.OpenDataConnectionRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.OpenDataConnectionReply.FromString,
+                _registered_method=True)
 
 
 class LaneServiceServicer:
@@ -111,6 +116,13 @@ class LaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenDataConnection(self, request, context):
+        """Has the lane take one TCP connection for calls past gRPC, which its caller makes next. Refused where calls go over TLS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LaneServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_LaneServiceServicer_to_server(servicer, server):
                     servicer.ReleaseRegion,
                     request_deserializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionRequest.FromString,
                     response_serializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionReply.SerializeToString,
+            ),
+            'OpenDataConnection': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDataConnection,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.OpenDataConnectionRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.OpenDataConnectionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -308,6 +325,33 @@ class LaneService:
             '/moeserve.v1.LaneService/ReleaseRegion',
             moeserve_dot_proto_dot_moe__pb2.ReleaseRegionRequest.SerializeToString,
             moeserve_dot_proto_dot_moe__pb2.ReleaseRegionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenDataConnection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.LaneService/OpenDataConnection',
+            moeserve_dot_proto_dot_moe__pb2.OpenDataConnectionRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.OpenDataConnectionReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -236,7 +236,7 @@ def test_a_unary_call_without_an_answer_goes_too(ranked: Ranked, over: bool) -> 
 def test_an_idle_lease_keeps_no_answer(ranked: Ranked) -> None:
     name, _ = ranked.regions.create(4096)
     replies: list[bytes] = []
-    leave = ranked.door.take_packet(ranked.request(4, name).SerializeToString(), replies.append)
+    leave = ranked.door.leases.take_packet(ranked.request(4, name).SerializeToString(), replies.append)
     there = ranked.step()
     assert moe_pb2.ForwardStreamReply.FromString(replies[0]).HasField("reply")
     assert there() is None
@@ -246,7 +246,7 @@ def test_an_idle_lease_keeps_no_answer(ranked: Ranked) -> None:
 def test_a_lease_that_ends_gives_up_the_call_under_way(ranked: Ranked) -> None:
     name, _ = ranked.regions.create(4096)
     replies: list[bytes] = []
-    leave = ranked.door.take_packet(ranked.request(4, name).SerializeToString(), replies.append)
+    leave = ranked.door.leases.take_packet(ranked.request(4, name).SerializeToString(), replies.append)
     leave()
     assert moe_pb2.ForwardStreamReply.FromString(replies[0]).error.reason == "caller_left"
     assert ranked.lane.in_flight == 0
@@ -266,7 +266,7 @@ def test_a_lease_has_one_call_under_way(ranked: Ranked) -> None:
     for job_id in "abc":
         request = ranked.request(4, name)
         request.job_id = job_id
-        ranked.door.take_packet(request.SerializeToString(), replies.append)
+        ranked.door.leases.take_packet(request.SerializeToString(), replies.append)
         assert ranked.lane.in_flight == 1, "the caller that sends another has left the one before"
     assert [(reply.job_id, reply.error.reason) for reply in replied(replies, 2)] == [
         ("a", "caller_left"),
@@ -286,8 +286,10 @@ def test_packets_of_a_lease_do_not_gather_while_its_call_waits_to_begin(ranked: 
     request.attempt = 7  # heavy
     replies: list[bytes] = []
     try:
-        leave = [ranked.door.take_packet(request.SerializeToString(), replies.append) for _ in range(100)]
-        bad = ranked.door.take_packet(b"\xff", replies.append)
+        leave = [
+            ranked.door.leases.take_packet(request.SerializeToString(), replies.append) for _ in range(100)
+        ]
+        bad = ranked.door.leases.take_packet(b"\xff", replies.append)
         assert ranked.door._aside._work_queue.qsize() == 1
     finally:
         go.set()
@@ -298,7 +300,7 @@ def test_packets_of_a_lease_do_not_gather_while_its_call_waits_to_begin(ranked: 
     assert bad == leave[0] == leave[-1], "the lease's end gives up the call that is under way"
     assert ranked.lane.in_flight == 0
     light = ranked.request(4, name).SerializeToString()
-    ranked.door.take_packet(light, replies.append)
+    ranked.door.leases.take_packet(light, replies.append)
     ranked.step()
     assert replied(replies, 102)[-1].HasField("reply"), "and the lease is free again"
 
@@ -322,7 +324,7 @@ def test_rows_that_the_host_copies_hold_up_no_other_lease(registered: bool) -> N
         ranked, replies = Ranked(regions, capacity=rows), []
         name, _ = regions.create(2 * AHEAD_BYTES)
         for ended, count in enumerate((rows, rows - 1), start=1):
-            ranked.door.take_packet(ranked.named(count, name).SerializeToString(), replies.append)
+            ranked.door.leases.take_packet(ranked.named(count, name).SerializeToString(), replies.append)
             until = time.monotonic() + 5
             while not ranked.announced and time.monotonic() < until:
                 time.sleep(0.001)
@@ -343,7 +345,7 @@ def test_a_large_answer_is_copied_aside_where_another_call_waits(another: bool) 
         ranked = Ranked(regions, capacity=rows)
         name, _ = regions.create(2 * ASIDE_BYTES)
         request = ranked.named(rows, name).SerializeToString()
-        ranked.door.take_packet(request, lambda reply: threads.append(threading.current_thread().name))
+        ranked.door.leases.take_packet(request, lambda reply: threads.append(threading.current_thread().name))
         until = time.monotonic() + 5
         while not ranked.announced and time.monotonic() < until:
             time.sleep(0.001)
@@ -372,8 +374,8 @@ def test_a_large_call_that_fails_waits_behind_no_copy() -> None:
             ranked.door._aside.submit(go.wait, 5)  # others' answers are copied
         replies: list[bytes] = []
         packet = ranked.named(rows, name).SerializeToString()
-        ranked.door.take_packet(packet, replies.append)
-        ranked.door.take_packet(packet, replies.append)  # its caller has left the one before
+        ranked.door.leases.take_packet(packet, replies.append)
+        ranked.door.leases.take_packet(packet, replies.append)  # its caller has left the one before
         (told,) = replied(replies, 1)
         assert told.error.reason == "caller_left" and len(ranked.announced) == 3
     finally:

@@ -38,7 +38,7 @@ CLASSES = {
 }
 
 
-SINCE = {"SetLogLevel", "Scale", "AttachLane", "DetachLane", "ListDeviceLanes"}
+SINCE = {"SetLogLevel", "Scale", "AttachLane", "DetachLane", "ListDeviceLanes", "OpenDataConnection"}
 """Calls that came after the contract was divided; the old service never had them."""
 
 

@@ -198,7 +198,7 @@ def packets(folder: Path) -> Opened:
 
         def run(data: bytes) -> None:
             answers: list[bytes] = []
-            leave = door.door.take_packet(data, answers.append)
+            leave = door.door.leases.take_packet(data, answers.append)
             leave()
             within(
                 ANSWER_SECONDS, lambda: bool(answers)

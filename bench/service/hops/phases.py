@@ -61,7 +61,7 @@ class Phases:
         for match in filter(None, map(LINE.match, lines)):
             labels = dict(LABEL.findall(match["labels"]))
             name = labels.get("phase", "") if match[1] == "step_phase" else "request"
-            if match[1] == "request" and labels.get("method") != "RegionCall":
+            if match[1] == "request" and labels.get("method") not in ("RegionCall", "DataConnection"):
                 continue
             found[name, match[2]] = found.get((name, match[2]), 0.0) + float(match["value"])
         return found

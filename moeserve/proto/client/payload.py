@@ -67,9 +67,11 @@ class InlineRows:
         self._carried = False
         self._came: memoryview | None = None  # the answer's data, where it came beside its message
 
-    def carry(self) -> None:
-        """Has large rows carried: what is sent is what `sent` gives, and `received` is told what came."""
-        self._carried = self._rows.spec.nbytes >= CARRIED_BYTES
+    def carry(self, least: int = CARRIED_BYTES) -> None:
+        """Has rows of so many bytes on carried: what is sent is what `sent` gives, and `received` is told
+        what came.
+        """
+        self._carried = self._rows.spec.nbytes >= least
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Copies the rows into the message, unless they are carried beside it."""

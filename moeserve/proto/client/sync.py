@@ -42,7 +42,7 @@ class MoeClient:
     model: which model, empty = the only one served. timeout: seconds a call may take in all, or a Patience.
     lane: the rank whose lane takes every call, None = calls go to the lanes in turn, and only large ones to
     several: rows in shared memory where one lane does not hold them all, inline ones from 1024 rows on, none
-    of which gets fewer than 512. transport: `inline`,
+    of which gets fewer than 512. transport: `inline` (over data connections past gRPC where lanes have them),
     `shared_memory` (an error where a lane runs on another host), or `auto`: shared memory for hidden states
     of 2 KiB and more where the lane is near. credentials: what to trust and show (proto/credentials.py),
     None = a plain connection and no token.
@@ -260,7 +260,7 @@ class MoeClient:
             region = self._region(part, link, size, clock) if size else None
             payload = part.payload(region, link.regions)
             if isinstance(payload, InlineRows):
-                payload.carry()
+                payload.carry(link.carries_from)
             sent = link.send(part.request(payload), payload, clock.remaining, alone=part.alone)
         except MoeError as failed:
             sent = Sent.failed(failed)

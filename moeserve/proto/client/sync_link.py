@@ -16,7 +16,8 @@ from moeserve.proto.client.stream import StreamPool
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, Overloaded, Unavailable, from_rpc
 from moeserve.proto.timeouts import bounded
-from moeserve.proto.transports.carried import FORWARD, packed, unpacking
+from moeserve.proto.transports.carried import CARRIED_BYTES, FORWARD, Carried, packed, unpacking
+from moeserve.proto.transports.data_connections import BESIDE_BYTES, DataConnection, DataConnections
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 
@@ -95,6 +96,8 @@ class Link:
         )
         self.regions = RegionPool()
         self.streams = StreamPool(self.lane)
+        encrypted = credentials is not None and bool(credentials.ca)
+        self._data = DataConnections(address, self._ask_connection, encrypted=encrypted)
         self.closed = False
 
     def unary(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
@@ -119,15 +122,23 @@ class Link:
             raise
         return RemoteRegion.open(made)
 
+    @property
+    def carries_from(self) -> int:
+        """How many bytes of rows are carried beside their message at least."""
+        return BESIDE_BYTES if self._data.likely else CARRIED_BYTES
+
     def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float, *, alone: bool) -> Sent:
-        """Sends `request`, whose rows lie where `payload` has them: inline as a unary call, rows in regions
-        over the region's lease, or on a stream where the lease cannot take it.
+        """Sends `request`, whose rows lie where `payload` has them: inline over a data connection, or as a
+        unary call where the lane has none; rows in regions over the region's lease, or on a stream where the
+        lease cannot take it.
 
         A part that is `alone` is sent only when it is waited for: a blocking unary call needs no other
         thread, and is a tenth faster.
         """
         if isinstance(payload, InlineRows):
             message = payload.sent(request)
+            if (connection := self._data.take(timeout)) is not None:
+                return self._over(connection, message, payload, timeout)
             if alone:
                 return Sent(lambda: payload.received(self.unary(self._carry, message, timeout)), _nothing)
             sent = self._future(self._carry, message, timeout)
@@ -151,6 +162,35 @@ class Link:
             return reply
 
         return Sent(wait, stream.close)
+
+    def _over(
+        self,
+        connection: DataConnection,
+        message: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest],
+        payload: InlineRows,
+        timeout: float,
+    ) -> Sent:
+        """Sends a request over a data connection, which is kept for the next where it is answered."""
+        try:
+            connection.send(message, timeout)
+        except BaseException:
+            connection.close()
+            raise
+
+        def wait() -> moe_pb2.ForwardReply:
+            try:
+                came = connection.receive()
+            finally:
+                self._data.give(connection)
+            return payload.received(came)
+
+        return Sent(wait, connection.close)
+
+    def _ask_connection(self, timeout: float) -> moe_pb2.OpenDataConnectionReply:
+        reply: moe_pb2.OpenDataConnectionReply = self.unary(
+            self.lane.OpenDataConnection, moe_pb2.OpenDataConnectionRequest(), timeout
+        )
+        return reply
 
     def forward(self, request: moe_pb2.ForwardRequest, timeout: float | None) -> Sent:
         """Sends `request` to the lane as a unary call, without waiting. timeout: seconds, None = no deadline.
@@ -185,6 +225,7 @@ class Link:
     def close(self) -> None:
         """Closes the channel and gives back everything idle; calls that run here end as Unavailable."""
         self.closed = True
+        self._data.close()
         self.streams.close()
         self.regions.close()
         self.channel.close()

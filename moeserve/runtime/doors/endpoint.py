@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from moeserve.proto.channel import server_options
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.calling import Calling
+from moeserve.runtime.doors.calls.data_connections import Begins, DataConnections, Offer
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health
@@ -45,7 +46,9 @@ class Endpoint:
         keys: Keys = NO_KEYS,
     ) -> None:
         self._keys = keys
-        self._calling = Calling(Admission(limits))
+        self._admission, self._most_bytes = Admission(limits), max_message_bytes
+        self._calling = Calling(self._admission)
+        self._data: DataConnections | None = None
         others = ThreadPoolExecutor(REFLECTIONS, thread_name_prefix="reflection")
         self._server = grpc.server(
             others,
@@ -87,6 +90,15 @@ class Endpoint:
         self._server.start()
         return f"{host}:{bound}"
 
+    def data_connections(self, host: str, door: Begins) -> Offer | None:
+        """Takes calls of `door` over TCP connections of `host`, too; returns what offers one to a caller, and
+        None where callers use TLS, which these do not. Raises OSError.
+        """
+        if self._keys.encrypts:
+            return None
+        self._data = DataConnections(host, door, self._admission, self._most_bytes)
+        return self._data.offer
+
     def set_serving(self, *, serving: bool) -> None:
         """What health probes are told, of the whole server and of each service it answers."""
         status = (
@@ -102,7 +114,7 @@ class Endpoint:
     @property
     def busy(self) -> bool:
         """Whether a call is under way, or has an answer that its caller has yet to take."""
-        return self._calling.busy
+        return self._calling.busy or (self._data is not None and self._data.busy)
 
     def stop(self, grace: float) -> None:
         """Refuses new calls, lets those under way finish for `grace` seconds, and stops."""
@@ -111,6 +123,8 @@ class Endpoint:
             log.warning(
                 "a call did not end within %g s of the server's stop; it is left", grace + STOP_SECONDS
             )
+        if self._data is not None:
+            self._data.close()
         self._calling.close()
 
 

@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.host import usable_cores
 from moeserve.proto.transports.carried import Carried
-from moeserve.runtime.doors.calls.lane_stream import LaneStream, Started
+from moeserve.proto.transports.data_connections import BESIDE_BYTES
+from moeserve.runtime.doors.calls.data_connections import Offer
+from moeserve.runtime.doors.calls.lane_stream import Ended, LaneStream, Started
+from moeserve.runtime.doors.calls.lease_calls import LeaseCalls
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
-from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, pushback
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneCall
 from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES
@@ -39,6 +40,13 @@ NOT_THE_FRONT_DOOR = GrpcStatus(
 """How a lane refuses the calls of the front door."""
 
 
+NO_DATA_CONNECTIONS = GrpcStatus(
+    "FAILED_PRECONDITION",
+    "no_data_connections",
+    "this lane takes calls by gRPC alone: its callers use TLS, or server.data_connections is off",
+)
+"""How a lane refuses connections past gRPC."""
+
 ASIDE_BYTES = 1 << 20
 """Answers of this size on are copied by threads of their own while other calls are under way: to wake one
 takes as long as to copy 0.5 MB.
@@ -50,7 +58,8 @@ ASIDE_THREADS = max(2, min(8, usable_cores() // 2))
 class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     """Answers LaneService for one rank: Forward, ForwardStream and shared-memory regions.
 
-    Callers of the same host may also send requests over the lease of a region, past gRPC.
+    Callers of the same host may also send requests over the lease of a region, and all over data connections,
+    past gRPC.
     """
 
     carries = True  # Forward takes and gives messages with large data beside them
@@ -70,9 +79,10 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
-        self._leases: dict[Callable[[bytes], None], Started] = {}  # the call under way of each, by its answer
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
-        regions.take_call = self.take_packet
+        self.offer_connection: Offer | None = None  # for calls past gRPC; None: none is taken
+        self.leases = LeaseCalls(self)
+        regions.take_call = self.leases.take_packet
 
     @property
     def stopping(self) -> str:
@@ -165,52 +175,6 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         while (reply := replies.get()) is not None:
             yield reply
 
-    def take_packet(
-        self, packet: bytes, answer: Callable[[bytes], None], peer: str = "unix:"
-    ) -> Callable[[], None]:
-        """Starts the ForwardRequest in `packet`, which came over a region's lease from the process `peer`.
-
-        `answer` gets the bytes of its ForwardStreamReply, and tells leases apart: it is the same for all
-        packets of one. A lease has one call under way: whoever sends another has left the one before, which
-        is given up; where that does not end at once, the packet is refused. Returns what gives up the call
-        that is under way then.
-        """
-        request, wrong = moe_pb2.ForwardRequest(), ""
-        try:
-            request.MergeFromString(packet)
-        except DecodeError:
-            wrong = f"{len(packet)} bytes over a region's lease are no ForwardRequest"
-        if not wrong and not request.HasField("output"):
-            wrong = "output: a call over a region's lease needs a region for its answer"
-        earlier = self._leases.get(answer)
-        if earlier is not None:
-            earlier.give_up()
-            earlier = self._leases.get(answer)
-        refused = BadRequest(wrong) if wrong else None if earlier is None else _one_call()
-        if refused is not None:
-            failed = status_of(refused).as_message()
-            answer(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed).SerializeToString())
-            return _nothing if earlier is None else earlier.give_up
-        started = self._leases[answer] = Started(self.leave)
-
-        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
-            self._leases.pop(answer, None)  # before the caller has the reply, and sends its next packet
-            answer(reply.SerializeToString())
-
-        def begin() -> None:
-            try:
-                started.take(self.begin(request, ended, peer, "RegionCall"))
-            except BaseException:
-                self._leases.pop(answer, None)
-                log.exception("a call over a region's lease could not be begun")
-                raise
-
-        if self._heavy(request):  # others' packets come by the same thread, and do not wait for it
-            self._aside.submit(begin)
-        else:
-            begin()
-        return started.give_up
-
     def begin_beside(
         self,
         request: moe_pb2.ForwardRequest,
@@ -231,11 +195,15 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
                 failed = GrpcStatus("INTERNAL", "internal", f"{type(error).__name__}: {error}").as_message()
                 ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
 
+        self.aside(request, begin)
+        return started
+
+    def aside(self, request: moe_pb2.ForwardRequest, begin: Callable[[], None]) -> None:
+        """Begins a call by another thread where that takes long."""
         if self._heavy(request):
             self._aside.submit(begin)
         else:
             begin()
-        return started
 
     def _heavy(self, request: moe_pb2.ForwardRequest) -> bool:
         """Whether to begin a call takes long: its reader computes, or its rows go to the device at once, and
@@ -256,22 +224,47 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
 
         method: as metrics name it. Returns the call, or None for a request that has ended already.
         """
+        return self._begin(Carried(request, None), lambda sent: ended(sent.message), (peer, method))
+
+    def begin_carried(
+        self, request: Carried[moe_pb2.ForwardRequest], ended: Ended, peer: str
+    ) -> LaneCall | None:
+        """Does as `begin` with a request that came over a data connection: the data of its hidden states, and
+        of its answer, may lie beside the message.
+        """
+        return self._begin(request, ended, (peer, "DataConnection"), BESIDE_BYTES)
+
+    def _begin(
+        self,
+        came: Carried[moe_pb2.ForwardRequest],
+        ended: Ended,
+        caller: tuple[str, str],
+        least: int | None = None,
+    ) -> LaneCall | None:
+        """Does as both. caller: the peer, and the method; least: bytes of an answer that is carried beside
+        its message; None: none is.
+        """
+        request, (peer, method) = came.message, caller
         started = time.perf_counter()
         deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
         leave: Leave = _not_held
 
-        def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
+        def end(outcome: Callable[[], moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]]) -> None:
             reply, code = moe_pb2.ForwardStreamReply(job_id=request.job_id), "OK"
+            data: memoryview | None = None
             try:
-                reply.reply.CopyFrom(outcome())
+                found = outcome()
+                if isinstance(found, Carried):
+                    data = found.data
+                reply.reply.CopyFrom(found.message if isinstance(found, Carried) else found)
             except Exception as error:
                 status = status_of(error)
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
             seconds = time.perf_counter() - started
             leave(code)
-            ended(reply)
+            ended(Carried(reply, data))
             self._observe(method, transport, code, seconds)  # after the answer has left
 
         def fail(error: Exception) -> moe_pb2.ForwardReply:
@@ -281,18 +274,19 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             if self._stopping:
                 raise GroupUnavailable(self._stopping)
             leave = self._enter(request, peer, deadline)
-            asked = self._reader.read(request, deadline)
+            asked = self._reader.read(request, deadline, came.data)
         except Exception as error:
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None
         transport = asked.transport
 
         def reply(call: LaneCall) -> None:
-            end(lambda: self._reply(asked, call))
+            end(lambda: asked.reply_beside(*call.result(), least))
             asked.close()
 
         def answer(call: LaneCall) -> None:
-            copied = 0 if call.in_place or call.error is not None else asked.request.hidden.nbytes
+            apart = call.in_place or call.error is not None or least is not None  # nothing is copied here
+            copied = 0 if apart else asked.request.hidden.nbytes
             if copied < ASIDE_BYTES or not self._lane.in_flight:
                 reply(call)
             else:  # other callers' answers do not wait until it is copied
@@ -314,13 +308,19 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._lane.cancel(call)
         call.give_up(CallerLeft("the caller left before its answer was there"))
 
-    def _reply(self, asked: CheckedRequest, call: LaneCall) -> moe_pb2.ForwardReply:
-        return asked.reply(*call.result())
-
     def _empty(self, asked: CheckedRequest) -> moe_pb2.ForwardReply:
         if self._lane.closed is not None:
             raise self._lane.unavailable()
         return asked.reply(asked.batch.hidden, Stamp(0, self._weights_version()))
+
+    def OpenDataConnection(
+        self, request: moe_pb2.OpenDataConnectionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.OpenDataConnectionReply:
+        """Takes one connection of this caller for calls past gRPC."""
+        offer = self.offer_connection
+        if offer is None:
+            NO_DATA_CONNECTIONS.abort(context)
+        return guarded(context, lambda: offer(context.peer()))
 
     # -- shared memory
     # ----------------------------------------------------------------------------------------------
@@ -362,12 +362,3 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
 
 def _not_held(code: str) -> None:
     """Does nothing: the call's rows were not counted."""
-
-
-def _one_call() -> LaneFull:
-    text = "the call before, over the same lease, has yet to end; a lease has one call under way"
-    return LaneFull(text, pushback(1))
-
-
-def _nothing() -> None:
-    """Does nothing: there is no call to give up."""

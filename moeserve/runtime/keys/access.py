@@ -36,6 +36,7 @@ _LANE = {
     "ListRegions": _CALL,
     "ReleaseRegion": _CALL,
 }
+_NEW_LANE = _LANE | {"OpenDataConnection": _CALL}  # the old service does not have it
 _DEVICE_LANE = {"AttachLane": _CALL, "DetachLane": _CALL, "ListDeviceLanes": _CALL | _OBSERVE}
 _FRONT = {
     "Forward": _CALL,
@@ -48,7 +49,7 @@ _OLD_ADMIN = {"Rebalance": _OPERATE, "Reload": _OPERATE}
 _ADMIN = _OLD_ADMIN | {"SetLogLevel": _OPERATE, "Scale": _OPERATE}
 
 RPCS: dict[str, frozenset[Role]] = {
-    **{f"/moeserve.v1.LaneService/{name}": roles for name, roles in _LANE.items()},
+    **{f"/moeserve.v1.LaneService/{name}": roles for name, roles in _NEW_LANE.items()},
     **{f"/moeserve.v1.DeviceLaneService/{name}": roles for name, roles in _DEVICE_LANE.items()},
     **{f"/moeserve.v1.FrontService/{name}": roles for name, roles in _FRONT.items()},
     **{f"/moeserve.v1.AdminService/{name}": roles for name, roles in _ADMIN.items()},
@@ -78,6 +79,7 @@ class Frames(Enum):
     TO_OWNER = "what a rank asks the owner of an expert"
     FROM_OWNER = "what the owner of an expert answers"
     LEASE = "what a client sends over a region's lease"
+    DATA = "what a client sends over a data connection"
 
 
 _TO_HEAD = (
@@ -134,6 +136,8 @@ FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {
     # The socket is for this user's processes only, and a region's whole name is told to who made it, which
     # took the role; a call goes over the lease of a region that was fetched by its name.
     Frames.LEASE: {"name": _CALL, "call": _CALL},
+    # A secret lets in one connection, and is told to who took the role for that over gRPC.
+    Frames.DATA: {"secret": _CALL, "call": _CALL},
 }
 """By a protocol and the kind of a frame. A stream's first frame shows the run's token, which stands for the
 role on all that follow.
@@ -175,6 +179,7 @@ class Listener:
     admits: str  # how it knows whom to let in
     most: int = 1  # of one process
     lets_in: Lets = Lets.KEYED
+    plain: bool = False  # there only where nothing is encrypted
 
 
 LISTENERS = (
@@ -185,6 +190,7 @@ LISTENERS = (
     Listener("probes", "head", "tcp", "TLS; anyone", lets_in=Lets.PROBES),
     Listener("gRPC of probes", "prober", "unix", "folder of mode 0700"),
     Listener("lane", "rank", "tcp", "TLS; the table of RPCs"),
+    Listener("data connections", "rank", "tcp", "a secret that a caller got over gRPC", plain=True),
     Listener("weights", "rank", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of a rank", "rank", "tcp", "TLS; the table of HTTP paths"),
     Listener("gloo", "rank", "tcp", "not encrypted by us", lets_in=Lets.LIBRARY),

@@ -1,0 +1,325 @@
+"""`DataConnection`: calls to a lane over a TCP connection, past gRPC, with their tensors behind them.
+
+A gRPC call takes some three threads on either side, and copies what it carries. Here the calling thread
+writes the request and reads the answer itself, the lane's process has one thread that reads it, and rows are
+received where they are used. A lane opens such a connection for whom it lets in over gRPC.
+
+A frame is a header, a message (ForwardRequest, and home ForwardStreamReply), and the data of its hidden
+states where these are carried beside it. A connection has one call under way.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, outcome
+from moeserve.proto.timeouts import bounded, milliseconds
+from moeserve.proto.transports.carried import Carried
+
+HEADER = struct.Struct("<4sIQ")
+"""MAGIC, bytes of the message, and of the data behind it."""
+
+MAGIC = b"moe1"
+SECRET_BYTES = 32
+LET_IN = b"+"
+
+FIRST_BYTES = 1 << 16
+"""That are asked for before it is known how long a frame is: most are shorter."""
+
+MOST_AT_ONCE = 1 << 20
+"""For which a reader of the rest of a frame sleeps on; the system wakes it sooner where it has no room for as
+much.
+"""
+
+BESIDE_BYTES = 1 << 12
+"""Data of this size on is sent beside its message: protobuf would copy it four times on its way."""
+
+OPEN_SECONDS = 1.0
+"""For a lane to open a connection; calls go by gRPC where it does not."""
+
+AGAIN_SECONDS = 30.0
+"""After a connection could not be opened, until it is tried again."""
+
+MOST_IDLE = 32
+
+Buffers = list[memoryview]
+
+
+def frame_of(message: bytes, data: memoryview | None) -> Buffers:
+    """What is sent of a message and its data."""
+    size = 0 if data is None else data.nbytes
+    head = memoryview(HEADER.pack(MAGIC, len(message), size) + message)
+    return [head] if data is None else [head, data.cast("B")]
+
+
+def sent_of(connection: socket.socket, left: Buffers) -> Buffers:
+    """Sends as much as a connection that does not block takes now; returns what is left. Raises OSError."""
+    try:
+        sent = connection.sendmsg(left)
+    except BlockingIOError:
+        return left
+    while left and sent >= left[0].nbytes:
+        sent -= left[0].nbytes
+        left = left[1:]
+    return [left[0][sent:], *left[1:]] if sent and left else left
+
+
+class FrameReader:
+    """Reads one frame after the other of a connection that does not block. `wait` returns when there is more
+    to read, or raises.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._first = memoryview(bytearray(FIRST_BYTES))
+
+    def header(self, wait: Callable[[], object]) -> tuple[int, int, int] | None:
+        """How many bytes of a frame came first, and how many its message and its data have; None where the
+        other end has closed the connection before it. Raises OSError, and ValueError where it is no frame.
+        """
+        came = 0
+        while came < HEADER.size:
+            more = self._read(self._first[came:], wait)
+            if not more:
+                if came:
+                    raise ConnectionError("it was closed within a frame")
+                return None
+            came += more
+        magic, message, data = HEADER.unpack_from(self._first)
+        if magic != MAGIC:
+            raise ValueError(f"{bytes(self._first[:4])!r} begins no frame; {MAGIC!r} does")
+        if came > HEADER.size + message + data:
+            raise ValueError("bytes behind a frame, while its call is under way")
+        return came, message, data
+
+    def body(
+        self, header: tuple[int, int, int], wait: Callable[[], object]
+    ) -> tuple[bytes, memoryview | None]:
+        """The message, and the data in memory of its own. Raises OSError."""
+        came, size, more = header
+        there = self._first[HEADER.size : came]
+        if len(there) >= size:
+            message = bytes(there[:size])
+            there = there[size:]
+        else:
+            whole = bytearray(size)
+            whole[: len(there)] = there
+            self._fill(memoryview(whole)[len(there) :], wait)
+            message, there = bytes(whole), there[:0]
+        if not more:
+            return message, None
+        data = np.empty(more, np.uint8).data
+        data[: len(there)] = there
+        self._fill(data[len(there) :], wait)
+        return message, data
+
+    def skip(self, header: tuple[int, int, int], wait: Callable[[], object]) -> None:
+        """Reads the rest of a frame, and keeps nothing. Raises OSError."""
+        came, size, more = header
+        left = HEADER.size + size + more - came
+        while left:
+            part = self._first[: min(left, FIRST_BYTES)]
+            self._fill(part, wait)
+            left -= len(part)
+
+    def _fill(self, place: memoryview, wait: Callable[[], object]) -> None:
+        """Reads until `place` is full, and is woken for much of it at once: to be woken takes as long as to
+        read 100 KB.
+        """
+        asked = 1
+        try:
+            while place:
+                try:
+                    came = self._connection.recv_into(place)
+                except BlockingIOError:
+                    if asked != (asked := min(len(place), MOST_AT_ONCE)):
+                        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
+                    wait()
+                    continue
+                if not came:
+                    raise ConnectionError("it was closed within a frame")
+                place = place[came:]
+        finally:
+            if asked != 1:
+                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+    def _read(self, place: memoryview, wait: Callable[[], object]) -> int:
+        while True:
+            try:
+                return self._connection.recv_into(place)
+            except BlockingIOError:
+                wait()
+
+
+class DataConnection:
+    """One connection to a lane, for one thread at a time: after a `send` comes one `receive`, or `close`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """connection: to whom the lane has let in; it does not block from here on."""
+        connection.settimeout(0)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._connection, self._reader = connection, FrameReader(connection)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
+        self._deadline = 0.0
+        self._process = os.getpid()
+
+    @classmethod
+    def open(cls, host: str, made: moe_pb2.OpenDataConnectionReply, timeout: float) -> DataConnection:
+        """A connection to the lane at `host` that answered so. Raises OSError."""
+        until = time.monotonic() + timeout
+        connection = socket.create_connection((host, made.port), timeout)
+        try:
+            connection.sendall(made.secret)
+            connection.settimeout(max(1e-3, until - time.monotonic()))
+            if connection.recv(1) != LET_IN:
+                raise ConnectionRefusedError(f"{host}:{made.port} does not take this connection")
+            return cls(connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the lane keeps it, as far as is seen here, and this process alone uses it."""
+        if self._process != os.getpid():
+            return False
+        try:
+            return not self._readable.poll(0)  # nothing is asked: what there is to read is its end
+        except OSError:
+            return False
+
+    def send(self, request: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest], timeout: float) -> None:
+        """Sends a call that has so many seconds. Raises Unavailable, DeadlineExceeded; then `close` it."""
+        message, data = (request.message, request.data) if isinstance(request, Carried) else (request, None)
+        message.timeout_ms = milliseconds(timeout)
+        self._deadline = time.monotonic() + bounded(timeout)
+        left: Sequence[memoryview] = frame_of(message.SerializeToString(), data)
+        try:
+            while left := sent_of(self._connection, list(left)):
+                self._wait(self._writable)
+        except OSError as failed:
+            raise _gone(str(failed)) from failed
+
+    def receive(self, spin: float = 0.0) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
+        """The reply. Raises MoeError; where that is not said by the lane, the connection is closed.
+
+        spin: seconds for which it looks again and again before it sleeps.
+        """
+        until = time.monotonic() + spin
+
+        def wait() -> None:
+            while time.monotonic() < until:
+                if self._readable.poll(0):
+                    return
+            self._wait(self._readable)
+
+        try:
+            header = self._reader.header(wait)
+            if header is None:
+                raise ConnectionError("it closed the connection")
+            message, data = self._reader.body(header, wait)
+            came = moe_pb2.ForwardStreamReply.FromString(message)
+        except MoeError:
+            self.close()
+            raise
+        except Exception as failed:  # what comes is the lane's, and may be anything
+            self.close()
+            raise _gone(str(failed)) from failed
+        except BaseException:
+            self.close()
+            raise
+        reply = outcome(came)
+        if data is None:
+            return reply
+        reply.hidden.data = b""  # so it is told from a message without any
+        return Carried(reply, data)
+
+    def _wait(self, ready: select.poll) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0 or not ready.poll(left * 1000):
+            raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "the lane did not answer in time")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is of no use any more."""
+        return self._connection.fileno() < 0
+
+    def close(self) -> None:
+        """Ends it; a call that is under way is given up by the lane."""
+        self._connection.close()
+
+
+class DataConnections:
+    """The idle connections to one lane. Safe to use from any thread."""
+
+    def __init__(
+        self, address: str, ask: Callable[[float], moe_pb2.OpenDataConnectionReply], *, encrypted: bool
+    ) -> None:
+        """ask: has the lane open one, within so many seconds; raises MoeError. encrypted: whether calls go
+        over TLS, and so by gRPC alone.
+        """
+        self._host = address.rpartition(":")[0].strip("[]")
+        self._ask = ask
+        self._idle = deque[DataConnection]()
+        self._again = float("inf") if encrypted else 0.0  # when one may be opened
+        self._closed = False
+
+    @property
+    def likely(self) -> bool:
+        """Whether `take` gives one, as far as is known."""
+        return bool(self._idle) or time.monotonic() >= self._again
+
+    def take(self, timeout: float) -> DataConnection | None:
+        """One that nobody uses, or a new one; None where calls go by gRPC."""
+        while self._idle:
+            try:
+                found = self._idle.pop()
+            except IndexError:  # another thread has it
+                break
+            if found.fresh:
+                return found
+            found.close()
+        if self._closed or time.monotonic() < self._again:
+            return None
+        seconds = min(OPEN_SECONDS, timeout)
+        try:
+            return DataConnection.open(self._host, self._ask(seconds), seconds)
+        except Overloaded:
+            self._again = time.monotonic() + OPEN_SECONDS
+        except (MoeError, OSError):  # an older lane, or one that this host does not reach so
+            self._again = time.monotonic() + AGAIN_SECONDS
+        return None
+
+    def give(self, connection: DataConnection) -> None:
+        """Keeps one whose call was answered."""
+        if connection.closed:
+            return
+        if self._closed or len(self._idle) >= MOST_IDLE:
+            connection.close()
+        else:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        """Closes the idle ones, and those that come back later."""
+        self._closed = True
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                break
+
+
+def _gone(why: str) -> Unavailable:
+    return Unavailable("UNAVAILABLE", "connection_lost", f"the lane's process is gone or stopping: {why}")

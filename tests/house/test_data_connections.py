@@ -1,0 +1,232 @@
+"""Inline calls to a running service, past gRPC: right answers, and gRPC where a lane has no connection."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from houses import Alone, house_config
+from keyed import Keyring, code_of
+
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.client import Choice, Logits, MoeClient
+from moeserve.proto.client.sync_link import Link
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
+from moeserve.proto.transports import data_connections
+from moeserve.runtime.keys.access import Role
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+SECONDS = 20.0
+EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(house_config(checkpoint_path, cluster__stopped_seconds=0.0, **EP2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(house: LocalCluster) -> Iterator[MoeClient]:
+    with MoeClient(house.address, timeout=SECONDS, transport="inline") as made:
+        yield made
+
+
+def asked_by(house: LocalCluster) -> dict[str, int]:
+    """Calls that the ranks have answered, by how they came."""
+    found = dict[str, int]()
+    for target in house.metrics_targets()[1:]:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+            for line in re.findall(r"moe_requests_total\{(.*)\} (\S+)", answer.read().decode()):
+                method = re.findall(r'method="(\w+)"', line[0])[0]
+                found[method] = found.get(method, 0) + int(float(line[1]))
+    return found
+
+
+def check(client: MoeClient, alone: Alone, rows: int, seed: int, **options: int) -> None:
+    batch = alone.batch(rows, seed=seed)
+    found = client.forward(seed % 2, *batch, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, alone.forward(seed % 2, *batch), **CLOSE)
+
+
+def test_inline_calls_of_any_size_go_past_grpc(house: LocalCluster, client: MoeClient, alone: Alone) -> None:
+    before = asked_by(house)
+    for seed, rows in enumerate((1, 3, 16, 17, 40, 100, 900, 2500, 1, 5)):
+        check(client, alone, rows, seed)
+    none = client.forward(0, *(part[:0] for part in alone.batch(2, seed=1)))
+    assert isinstance(none, torch.Tensor) and none.shape[0] == 0
+    hidden, experts, weights = alone.batch(6, seed=1)
+    as_numpy = client.forward(1, hidden.numpy(), experts.numpy(), weights.numpy())
+    torch.testing.assert_close(
+        torch.from_numpy(np.asarray(as_numpy)), alone.forward(1, hidden, experts, weights), **CLOSE
+    )
+    after = asked_by(house)
+    assert after["DataConnection"] >= before.get("DataConnection", 0) + 12
+    assert after.get("Forward", 0) == before.get("Forward", 0), "none by gRPC"
+
+
+def test_routes_of_any_kind_and_errors_are_those_of_other_calls(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    hidden, experts, weights = alone.batch(4, seed=5)
+    logits = torch.randn(4, alone.checkpoint.num_experts, generator=torch.Generator().manual_seed(1))
+    with MoeClient(house.address, timeout=SECONDS, transport="shared_memory") as near:
+        wanted = near.call(1, hidden, Logits(logits))
+        found = client.call(1, hidden, Logits(logits))
+        torch.testing.assert_close(found.hidden, wanted.hidden, **CLOSE)
+        assert (found.epoch, found.weights_version) == (wanted.epoch, wanted.weights_version)
+    torch.testing.assert_close(
+        client.call(0, hidden.half(), Choice(experts.long(), weights.bfloat16())).hidden.float(),  # type: ignore[union-attr]
+        alone.forward(0, hidden, experts, weights),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+    with pytest.raises(NotFound):
+        client.forward(77, hidden, experts, weights)
+    with pytest.raises(InvalidArgument, match="is out of range"):
+        client.forward(0, hidden, experts + 1000, weights)
+    check(client, alone, 4, 2)
+
+
+def test_threads_have_connections_of_their_own_and_keep_them(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    failed = list[BaseException]()
+
+    def call(number: int) -> None:
+        try:
+            for turn in range(20):
+                check(client, alone, 1 + (number + turn) % 40, number + turn, lane=turn % 2)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed and not any(thread.is_alive() for thread in threads)
+    for link in client._core.lanes._links.values():
+        assert 1 <= len(link._data._idle) <= 6
+
+
+def test_a_rank_that_stands_still_is_waited_for_no_longer_than_was_said(
+    house: LocalCluster, alone: Alone
+) -> None:
+    batch = alone.batch(3, seed=1)
+    with MoeClient(house.address, timeout=SECONDS, lane=0, transport="inline") as client:
+        client.forward(1, *batch)
+        pid = house.pid(0)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                client.forward(1, *batch, timeout=0.3)
+            assert time.monotonic() - began < 3.0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        check(client, alone, 3, 1)
+        (link,) = client._core.lanes._links.values()
+        assert len(link._data._idle) == 1, "the one whose call was given up is not used again"
+
+
+def test_after_a_fork_the_child_has_connections_of_its_own(
+    client: MoeClient, house: LocalCluster, alone: Alone
+) -> None:
+    check(client, alone, 3, 1, lane=0)
+    (link,) = client._core.lanes._links.values()
+    kept = link._data._idle[-1]
+    mine, child = os.pipe(), os.fork()
+    if not child:
+        os.write(mine[1], b"-" if kept.fresh else b"+")
+        os._exit(0)
+    assert os.read(mine[0], 1) == b"+"
+    os.waitpid(child, 0)
+    for one in mine:
+        os.close(one)
+    assert kept.fresh
+    check(client, alone, 3, 2, lane=0)
+
+
+@pytest.mark.timeout(120)
+def test_calls_go_on_when_a_rank_is_killed_and_comes_back(checkpoint_path: Path, alone: Alone) -> None:
+    with (
+        LocalCluster(house_config(checkpoint_path, **EP2)) as house,
+        MoeClient(house.address, timeout=60.0, transport="inline") as client,
+    ):
+        for seed in range(4):
+            check(client, alone, 5, seed)
+        os.kill(house.pid(1), signal.SIGKILL)
+        for seed in range(40):
+            check(client, alone, 5, seed)
+        assert asked_by(house)["DataConnection"] > 0
+
+
+@pytest.mark.parametrize("why", ["off", "encrypted", "out of reach", "an older rank"])
+def test_calls_go_by_grpc_where_there_is_no_connection(
+    checkpoint_path: Path, tmp_path: Path, alone: Alone, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, credentials = dict[str, Any](), None
+    if why == "off":
+        values["server__data_connections"] = False
+    if why == "encrypted":
+        ring = Keyring(tmp_path, "tls")
+        values = ring.settings()
+        credentials = ring.credentials(ring.shown("right", frozenset({Role.CALL})))
+    if why == "out of reach":
+
+        def refuse(*given: object, **options: object) -> socket.socket:
+            raise TimeoutError("timed out")
+
+        monkeypatch.setattr(data_connections.socket, "create_connection", refuse)
+    if why == "an older rank":
+
+        def unknown(link: Link, timeout: float) -> moe_pb2.OpenDataConnectionReply:
+            raise MoeError("UNIMPLEMENTED", "", "Method not found!")
+
+        monkeypatch.setattr(Link, "_ask_connection", unknown)
+    with (
+        LocalCluster(house_config(checkpoint_path, **values)) as house,
+        MoeClient(house.address, timeout=SECONDS, transport="inline", credentials=credentials) as client,
+    ):
+        for seed in range(5):
+            check(client, alone, 5, seed)
+        (link,) = client._core.lanes._links.values()
+        assert not link._data.likely and not link._data._idle
+        if why == "off":
+            with grpc.insecure_channel(client.topology().lanes[0].address) as channel:
+                stub = moe_pb2_grpc.LaneServiceStub(channel)
+                with pytest.raises(grpc.RpcError, match="calls by gRPC alone"):
+                    stub.OpenDataConnection(moe_pb2.OpenDataConnectionRequest())
+
+
+def test_with_grants_a_connection_is_for_who_may_call(
+    checkpoint_path: Path, tmp_path: Path, alone: Alone
+) -> None:
+    ring = Keyring(tmp_path, "plain")
+    shown = ring.credentials(ring.shown("right", frozenset({Role.CALL})))
+    with LocalCluster(house_config(checkpoint_path, **ring.settings())) as house:
+        with MoeClient(house.address, timeout=SECONDS, transport="inline", credentials=shown) as client:
+            check(client, alone, 5, 1)
+            address = client.topology().lanes[0].address
+            (link,) = client._core.lanes._links.values()
+            assert len(link._data._idle) == 1
+        for case in ("none", "wrong", "wrong role"):
+            other = ring.shown(case, frozenset({Role.CALL}))
+            code = code_of(
+                ring.channel(address, other), "/moeserve.v1.LaneService/OpenDataConnection", b"", other
+            )
+            assert code == ("PERMISSION_DENIED" if case == "wrong role" else "UNAUTHENTICATED"), case

@@ -1,0 +1,391 @@
+"""Data connections of a door without a rank: who is let in, what is refused, and who is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, Overloaded, Unavailable
+from moeserve.proto.transports import data_connections as ends
+from moeserve.proto.transports.carried import Carried
+from moeserve.proto.transports.data_connections import (
+    HEADER,
+    MAGIC,
+    SECRET_BYTES,
+    DataConnection,
+)
+from moeserve.runtime.doors.calls import data_connections
+from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
+from moeserve.runtime.doors.calls.data_connections import DataConnections
+from moeserve.runtime.doors.calls.lane_stream import Ended
+from moeserve.runtime.errors import LaneFull
+
+MOST = 1 << 20
+SECONDS = 0.4  # for a message to come, and for a reply to be taken
+
+
+class Call:
+    """What a door gives for a call under way."""
+
+    ended = False
+
+
+class Door:
+    """Keeps what came, and answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Carried[moe_pb2.ForwardRequest], Ended, str]] = []
+        self.calls: list[Call] = []
+        self.left: list[Call] = []
+        self.came = threading.Semaphore(0)
+        self.fails: Exception | None = None
+        self.at_once: moe_pb2.ForwardStreamReply | None = None
+
+    def begin_carried(self, request: Carried[moe_pb2.ForwardRequest], ended: Ended, peer: str) -> Call | None:
+        if self.fails is not None:
+            raise self.fails
+        if self.at_once is not None:
+            ended(Carried(self.at_once, None))
+            return None
+        self.asked.append((request, ended, peer))
+        self.calls.append(Call())
+        self.came.release()
+        return self.calls[-1]
+
+    def leave(self, call: Any) -> None:
+        self.left.append(call)
+
+    def reply(self, data: memoryview | None = None, **fields: Any) -> None:
+        """Answers the next call that came."""
+        assert self.came.acquire(timeout=5)
+        request, ended, _ = self.asked[-1]
+        ended(Carried(moe_pb2.ForwardStreamReply(job_id=request.message.job_id, **fields), data))
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(
+        DoorLimits(calls=2, streams=3, nbytes=4 * MOST, request_seconds=SECONDS, unread_seconds=SECONDS)
+    )
+
+
+@pytest.fixture
+def there(door: Door, admission: Admission) -> Iterator[DataConnections]:
+    made = DataConnections("127.0.0.1", door, admission, MOST)  # type: ignore[arg-type]
+    yield made
+    made.close()
+    assert until(lambda: admission.held == (0, 0, 0)) and not made._there, "nothing stays taken"
+
+
+@pytest.fixture
+def connection(there: DataConnections) -> Iterator[DataConnection]:
+    made = opened(there)
+    yield made
+    made.close()
+
+
+def opened(there: DataConnections) -> DataConnection:
+    return DataConnection.open("127.0.0.1", there.offer("ipv4:1.2.3.4:5"), 5.0)
+
+
+def raw(there: DataConnections) -> socket.socket:
+    """A connection that is let in, and keeps to no form."""
+    made = socket.create_connection(("127.0.0.1", there.port), 5.0)
+    made.sendall(there.offer("ipv4:1.2.3.4:5").secret)
+    assert made.recv(1) == b"+"
+    return made
+
+
+def until(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    limit = time.monotonic() + seconds
+    while not true() and time.monotonic() < limit:
+        time.sleep(0.005)
+    return true()
+
+
+def job(name: str = "a", **fields: Any) -> moe_pb2.ForwardRequest:
+    return moe_pb2.ForwardRequest(job_id=name, **fields)
+
+
+def rows(count: int) -> Carried[moe_pb2.ForwardRequest]:
+    data = np.arange(count, dtype=np.uint8).data
+    return Carried(job(hidden=moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=[1, count // 4])), data)
+
+
+@pytest.mark.parametrize("count", [1, 100, (1 << 16) - 60, 1 << 16, 300_000, MOST - 100])
+def test_a_call_is_answered_with_data_of_any_size(connection: DataConnection, door: Door, count: int) -> None:
+    for turn in range(3):
+        connection.send(rows(count), 5.0)
+        answer = np.random.default_rng(turn).integers(0, 255, count, np.uint8)
+        door.reply(answer.data, reply=moe_pb2.ForwardReply(epoch=turn + 1))
+        reply = connection.receive(0.001 * turn)
+        assert isinstance(reply, Carried) and reply.message.epoch == turn + 1
+        assert reply.data is not None and bytes(reply.data) == answer.tobytes()
+        assert reply.message.hidden.WhichOneof("payload") == "data"
+        (asked, _, peer) = door.asked[-1]
+        assert asked.data is not None and bytes(asked.data) == np.arange(count, dtype=np.uint8).tobytes()
+        assert asked.message.hidden.WhichOneof("payload") == "data" and peer == "ipv4:1.2.3.4:5"
+        assert asked.message.timeout_ms == 5000
+
+
+def test_messages_without_data_and_errors_come_home(connection: DataConnection, door: Door) -> None:
+    connection.send(job(layer=3), 5.0)
+    door.reply(reply=moe_pb2.ForwardReply(epoch=7))
+    reply = connection.receive()
+    assert isinstance(reply, moe_pb2.ForwardReply) and reply.epoch == 7
+    connection.send(job("b"), 5.0)
+    door.reply(error=moe_pb2.Error(code=3, reason="bad_tensor", message="hidden: no"))
+    with pytest.raises(InvalidArgument, match=r"INVALID_ARGUMENT \(bad_tensor\): hidden: no"):
+        connection.receive()
+    door.at_once = moe_pb2.ForwardStreamReply(reply=moe_pb2.ForwardReply(epoch=9))
+    connection.send(job("c"), 5.0)
+    assert connection.receive().epoch == 9 and connection.fresh  # type: ignore[union-attr]
+
+
+def test_a_secret_lets_in_one_connection_and_not_for_long(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = there.offer("ipv4:1.2.3.4:5")
+    DataConnection.open("127.0.0.1", given, 5.0).close()
+    with pytest.raises(OSError):
+        DataConnection.open("127.0.0.1", given, 5.0)
+    for wrong in (b"\0" * SECRET_BYTES, os.urandom(SECRET_BYTES)):
+        with pytest.raises(OSError):
+            DataConnection.open(
+                "127.0.0.1", moe_pb2.OpenDataConnectionReply(port=there.port, secret=wrong), 5.0
+            )
+    monkeypatch.setattr(data_connections, "HELLO_SECONDS", 0.05)
+    late = there.offer("ipv4:1.2.3.4:5")
+    time.sleep(0.1)
+    with pytest.raises(OSError):
+        DataConnection.open("127.0.0.1", late, 5.0)
+    with socket.create_connection(("127.0.0.1", there.port), 5.0) as silent:
+        silent.sendall(b"\1" * 5)
+        assert silent.recv(1) == b"", "who shows no secret in time is left"
+    monkeypatch.setattr(data_connections, "MOST_SECRETS", 3)
+    for _ in range(2):
+        there.offer("ipv4:1.2.3.4:5")
+    with pytest.raises(LaneFull, match="were offered"):
+        for _ in range(3):
+            there.offer("ipv4:1.2.3.4:5")
+
+
+def test_so_many_connections_are_open_as_streams_may_be(there: DataConnections) -> None:
+    made = [opened(there) for _ in range(3)]
+    with pytest.raises(OSError):
+        opened(there)
+    made[0].close()
+    assert until(lambda: there.admission.held[1] == 2)
+    made[0] = opened(there)
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        HEADER.pack(b"moe2", 3, 0) + b"abc",
+        HEADER.pack(MAGIC, MOST + 1, 0),
+        HEADER.pack(MAGIC, 1, MOST),
+        HEADER.pack(MAGIC, (1 << 32) - 1, (1 << 64) - 1),
+        HEADER.pack(MAGIC, 2, 0) + b"\x08\x01\x08",
+    ],
+)
+def test_what_is_no_frame_ends_its_connection_and_no_other(
+    there: DataConnections,
+    connection: DataConnection,
+    door: Door,
+    sent: bytes,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO), raw(there) as one:
+        one.sendall(sent)
+        one.settimeout(5.0)
+        assert one.recv(1) == b"" and until(lambda: "a data connection of" in caplog.text)
+    connection.send(job(), 5.0)
+    door.reply(reply=moe_pb2.ForwardReply(epoch=1))
+    connection.receive()
+
+
+def test_messages_that_are_none_are_refused_by_name(
+    there: DataConnections, connection: DataConnection
+) -> None:
+    with raw(there) as one:
+        one.sendall(HEADER.pack(MAGIC, 4, 0) + b"\xff\xff\xff\xff")
+        assert b"are no ForwardRequest" in one.recv(1000)
+    with_data = rows(8)
+    with_data.message.hidden.data = b"12345678"
+    connection.send(with_data, 5.0)
+    with pytest.raises(InvalidArgument, match="hidden: data behind a message that has a payload"):
+        connection.receive()
+    assert connection.fresh
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"mo", HEADER.pack(MAGIC, 9, 0), HEADER.pack(MAGIC, 1, 99) + b"x" * 40]
+)
+def test_a_message_has_to_come_in_time_once_it_has_begun(there: DataConnections, sent: bytes) -> None:
+    with raw(there) as one:
+        one.settimeout(3 * SECONDS)
+        one.sendall(sent)
+        if not sent:  # an idle connection may stay
+            with pytest.raises(TimeoutError):
+                one.recv(1)
+            return
+        began = time.monotonic()
+        assert one.recv(1) == b"" and time.monotonic() - began > SECONDS / 2
+
+
+def test_who_leaves_or_sends_more_before_the_answer_has_its_call_given_up(
+    there: DataConnections, door: Door
+) -> None:
+    for ends_it in (lambda one: one.close(), lambda one: one.sendall(HEADER.pack(MAGIC, 0, 0))):
+        one, before = raw(there), len(door.left)
+        one.sendall(HEADER.pack(MAGIC, 0, 0))
+        assert door.came.acquire(timeout=5)
+        assert there.busy
+        ends_it(one)
+        assert until(lambda before=before: len(door.left) == before + 1) and door.left[-1] is door.calls[-1]
+        assert until(lambda: not there.busy)
+        door.asked[-1][1](Carried(moe_pb2.ForwardStreamReply(), None))  # it ends all the same
+        one.close()
+
+
+def test_a_caller_without_an_answer_is_told_so_in_its_time(connection: DataConnection, door: Door) -> None:
+    connection.send(job(), 0.1)
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        connection.receive()
+    assert 0.05 < time.monotonic() - began < 2.0 and connection.closed and not connection.fresh
+    assert until(lambda: len(door.left) == 1)
+    assert door.came.acquire(timeout=5)
+    door.asked[-1][1](Carried(moe_pb2.ForwardStreamReply(), None))
+
+
+def test_a_caller_that_takes_no_reply_holds_up_nobody_and_is_left(there: DataConnections, door: Door) -> None:
+    with raw(there) as slow:
+        slow.sendall(HEADER.pack(MAGIC, 0, 0))
+        began = time.monotonic()
+        door.reply(np.zeros(64 << 20, np.uint8).data, reply=moe_pb2.ForwardReply())
+        assert time.monotonic() - began < SECONDS / 2, "who ends calls does not wait for callers"
+        assert there.busy
+        other = opened(there)
+        other.send(job("b"), 5.0)
+        door.reply(reply=moe_pb2.ForwardReply(epoch=2))
+        assert other.receive().epoch == 2  # type: ignore[union-attr]
+        other.close()
+        assert until(lambda: not there.busy)
+
+
+def test_a_caller_that_reads_slowly_gets_all(there: DataConnections, door: Door) -> None:
+    with raw(there) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        slow.sendall(HEADER.pack(MAGIC, 0, 0))
+        data = np.random.default_rng(1).integers(0, 255, 1 << 20, np.uint8)
+        door.reply(data.data, reply=moe_pb2.ForwardReply())
+        came = b""
+        while len(came) < HEADER.size or len(came) < HEADER.size + sum(HEADER.unpack_from(came)[1:]):
+            came += slow.recv(1 << 16)
+            time.sleep(0.02)
+        assert came.endswith(data.tobytes())
+
+
+def test_calls_over_the_limits_are_refused_and_may_come_back(
+    there: DataConnections, connection: DataConnection, door: Door
+) -> None:
+    others = [opened(there) for _ in range(2)]
+    for one in others:
+        one.send(job("other"), 5.0)
+        assert door.came.acquire(timeout=5)
+    connection.send(rows(500_000), 5.0)
+    with pytest.raises(Overloaded, match=r"server\.max_concurrent_calls") as refused:
+        connection.receive()
+    assert refused.value.retry_after and connection.fresh, "its message was read, and thrown away"
+    for _, ended, _ in list(door.asked):
+        ended(Carried(moe_pb2.ForwardStreamReply(reply=moe_pb2.ForwardReply()), None))
+    for one in others:
+        one.receive()
+        one.close()
+    connection.send(rows(500_000), 5.0)
+    door.reply(reply=moe_pb2.ForwardReply(epoch=4))
+    assert connection.receive().epoch == 4  # type: ignore[union-attr]
+
+
+def test_a_door_that_fails_ends_the_connection_alone(
+    there: DataConnections, connection: DataConnection, door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    door.fails = RuntimeError("so it is")
+    connection.send(job(), 5.0)
+    with pytest.raises(Unavailable, match="connection"):
+        connection.receive()
+    assert "so it is" in caplog.text and until(lambda: there.admission.held == (0, 0, 0))
+    door.fails = None
+    again = opened(there)
+    again.send(job(), 5.0)
+    door.reply(reply=moe_pb2.ForwardReply(epoch=1))
+    again.receive()
+    again.close()
+
+
+def test_a_door_that_closes_ends_calls_and_connections(there: DataConnections, door: Door) -> None:
+    idle, busy = opened(there), opened(there)
+    busy.send(job(), 5.0)
+    assert door.came.acquire(timeout=5)
+    began = time.monotonic()
+    there.close()
+    assert time.monotonic() - began < 1.0 and len(door.left) == 1
+    with pytest.raises(Unavailable):
+        busy.receive()
+    assert not idle.fresh
+    idle.close()
+    with pytest.raises(OSError):
+        opened(there)
+    door.asked[-1][1](Carried(moe_pb2.ForwardStreamReply(), None))
+
+
+def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
+    there: DataConnections, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[float]()
+
+    def ask(timeout: float) -> moe_pb2.OpenDataConnectionReply:
+        asked.append(timeout)
+        return there.offer("ipv4:1.2.3.4:5")
+
+    client = ends.DataConnections(f"127.0.0.1:{there.port}", ask, encrypted=False)
+    assert client.likely
+    first = client.take(5.0)
+    assert first is not None
+    first.send(job(), 5.0)
+    door.reply(reply=moe_pb2.ForwardReply())
+    first.receive()
+    client.give(first)
+    assert client.take(5.0) is first and len(asked) == 1 and asked[0] == ends.OPEN_SECONDS
+    first.close()
+    client.give(first)
+    second = client.take(0.5)
+    assert second is not None and second is not first and asked[1] == 0.5
+    client.give(second)
+    there.close()
+    assert client.take(5.0) is None and not client.likely, "one that has ended is not given out"
+    count = len(asked)
+    assert client.take(5.0) is None and len(asked) == count, "and a lane that has none is left alone"
+    monkeypatch.setattr(client, "_again", 0.0)
+    client.close()
+    assert client.take(5.0) is None and len(asked) == count
+    assert ends.DataConnections("[::1]:99", ask, encrypted=True).take(5.0) is None and len(asked) == count
