@@ -26,9 +26,10 @@ from moeserve.proto.transports.data_connections import (
 from moeserve.runtime.doors.calls import data_connections
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.data_connections import DataConnections
-from moeserve.runtime.doors.calls.lane_stream import Ended
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.errors import LaneFull
 
+Ended = Callable[[moe_pb2.ForwardStreamReply], None]
 MOST = 1 << 20
 SECONDS = 0.4  # for a message to come, and for a reply to be taken
 
@@ -43,18 +44,20 @@ class Door:
     """Keeps what came, and answers when the test says so."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Carried[moe_pb2.ForwardRequest], Ended, str]] = []
+        self.asked: list[tuple[moe_pb2.ForwardRequest, Ended, str]] = []
+        self.regions = Regions(RegionLimits(max_bytes=8 * MOST))
         self.calls: list[Call] = []
         self.left: list[Call] = []
         self.came = threading.Semaphore(0)
         self.fails: Exception | None = None
         self.at_once: moe_pb2.ForwardStreamReply | None = None
 
-    def begin_carried(self, request: Carried[moe_pb2.ForwardRequest], ended: Ended, peer: str) -> Call | None:
+    def begin(self, request: moe_pb2.ForwardRequest, ended: Ended, peer: str, method: str) -> Call | None:
+        assert method == "DataConnection"
         if self.fails is not None:
             raise self.fails
         if self.at_once is not None:
-            ended(Carried(self.at_once, None))
+            ended(self.at_once)
             return None
         self.asked.append((request, ended, peer))
         self.calls.append(Call())
@@ -64,11 +67,27 @@ class Door:
     def leave(self, call: Any) -> None:
         self.left.append(call)
 
-    def reply(self, data: memoryview | None = None, **fields: Any) -> None:
-        """Answers the next call that came."""
+    def rows(self) -> bytes:
+        """Of the request that came last."""
+        hidden = self.asked[-1][0].hidden
+        if hidden.WhichOneof("payload") == "data":
+            return hidden.data
+        with self.regions.hold(hidden.region.name, hidden.region.offset, hidden.region.size) as memory:
+            return bytes(memory)
+
+    def reply(self, data: bytes = b"", **fields: Any) -> None:
+        """Answers the next call that came. data: of the answer, which is as large as the rows."""
         assert self.came.acquire(timeout=5)
         request, ended, _ = self.asked[-1]
-        ended(Carried(moe_pb2.ForwardStreamReply(job_id=request.message.job_id, **fields), data))
+        reply = moe_pb2.ForwardStreamReply(job_id=request.job_id, **fields)
+        if data and request.HasField("output"):
+            place = request.output
+            with self.regions.hold(place.name, place.offset, place.size) as memory:
+                memory[:] = data
+            reply.reply.hidden.region.CopyFrom(place)
+        elif data:
+            reply.reply.hidden.data = data
+        ended(reply)
 
 
 @pytest.fixture
@@ -85,9 +104,11 @@ def admission() -> Admission:
 
 @pytest.fixture
 def there(door: Door, admission: Admission) -> Iterator[DataConnections]:
-    made = DataConnections("127.0.0.1", door, admission, MOST)  # type: ignore[arg-type]
+    made = DataConnections("127.0.0.1", door, door.regions, admission, MOST)  # type: ignore[arg-type]
     yield made
     made.close()
+    assert until(lambda: not door.regions.list() and not door.regions.bytes), "no region is kept"
+    door.regions.close()
     assert until(lambda: admission.held == (0, 0, 0)) and not made._there, "nothing stays taken"
 
 
@@ -131,15 +152,14 @@ def test_a_call_is_answered_with_data_of_any_size(connection: DataConnection, do
     for turn in range(3):
         connection.send(rows(count), 5.0)
         answer = np.random.default_rng(turn).integers(0, 255, count, np.uint8)
-        door.reply(answer.data, reply=moe_pb2.ForwardReply(epoch=turn + 1))
+        door.reply(answer.tobytes(), reply=moe_pb2.ForwardReply(epoch=turn + 1))
         reply = connection.receive(0.001 * turn)
         assert isinstance(reply, Carried) and reply.message.epoch == turn + 1
         assert reply.data is not None and bytes(reply.data) == answer.tobytes()
         assert reply.message.hidden.WhichOneof("payload") == "data"
         (asked, _, peer) = door.asked[-1]
-        assert asked.data is not None and bytes(asked.data) == np.arange(count, dtype=np.uint8).tobytes()
-        assert asked.message.hidden.WhichOneof("payload") == "data" and peer == "ipv4:1.2.3.4:5"
-        assert asked.message.timeout_ms == 5000
+        assert peer == "ipv4:1.2.3.4:5" and door.rows() == np.arange(count, dtype=np.uint8).tobytes()
+        assert asked.timeout_ms == 5000
 
 
 def test_messages_without_data_and_errors_come_home(connection: DataConnection, door: Door) -> None:
@@ -231,8 +251,13 @@ def test_messages_that_are_none_are_refused_by_name(
     with_data = rows(8)
     with_data.message.hidden.data = b"12345678"
     connection.send(with_data, 5.0)
-    with pytest.raises(InvalidArgument, match="hidden: data behind a message that has a payload"):
+    with pytest.raises(InvalidArgument, match="hidden: data behind a message that has them already"):
         connection.receive()
+    named = job(hidden=moe_pb2.Tensor(region=moe_pb2.Region(name="region-1", size=8)))
+    for wrong in (named, job(output=moe_pb2.Region(name="region-1", size=8))):
+        connection.send(wrong, 5.0)
+        with pytest.raises(InvalidArgument, match="brings its rows, and takes its answer"):
+            connection.receive()
     assert connection.fresh
 
 
@@ -262,7 +287,7 @@ def test_who_leaves_or_sends_more_before_the_answer_has_its_call_given_up(
         ends_it(one)
         assert until(lambda before=before: len(door.left) == before + 1) and door.left[-1] is door.calls[-1]
         assert until(lambda: not there.busy)
-        door.asked[-1][1](Carried(moe_pb2.ForwardStreamReply(), None))  # it ends all the same
+        door.asked[-1][1](moe_pb2.ForwardStreamReply())  # it ends all the same
         one.close()
 
 
@@ -274,14 +299,14 @@ def test_a_caller_without_an_answer_is_told_so_in_its_time(connection: DataConne
     assert 0.05 < time.monotonic() - began < 2.0 and connection.closed and not connection.fresh
     assert until(lambda: len(door.left) == 1)
     assert door.came.acquire(timeout=5)
-    door.asked[-1][1](Carried(moe_pb2.ForwardStreamReply(), None))
+    door.asked[-1][1](moe_pb2.ForwardStreamReply())
 
 
 def test_a_caller_that_takes_no_reply_holds_up_nobody_and_is_left(there: DataConnections, door: Door) -> None:
     with raw(there) as slow:
         slow.sendall(HEADER.pack(MAGIC, 0, 0))
         began = time.monotonic()
-        door.reply(np.zeros(64 << 20, np.uint8).data, reply=moe_pb2.ForwardReply())
+        door.reply(bytes(64 << 20), reply=moe_pb2.ForwardReply())
         assert time.monotonic() - began < SECONDS / 2, "who ends calls does not wait for callers"
         assert there.busy
         other = opened(there)
@@ -297,7 +322,7 @@ def test_a_caller_that_reads_slowly_gets_all(there: DataConnections, door: Door)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         slow.sendall(HEADER.pack(MAGIC, 0, 0))
         data = np.random.default_rng(1).integers(0, 255, 1 << 20, np.uint8)
-        door.reply(data.data, reply=moe_pb2.ForwardReply())
+        door.reply(data.tobytes(), reply=moe_pb2.ForwardReply())
         came = b""
         while len(came) < HEADER.size or len(came) < HEADER.size + sum(HEADER.unpack_from(came)[1:]):
             came += slow.recv(1 << 16)
@@ -317,7 +342,7 @@ def test_calls_over_the_limits_are_refused_and_may_come_back(
         connection.receive()
     assert refused.value.retry_after and connection.fresh, "its message was read, and thrown away"
     for _, ended, _ in list(door.asked):
-        ended(Carried(moe_pb2.ForwardStreamReply(reply=moe_pb2.ForwardReply()), None))
+        ended(moe_pb2.ForwardStreamReply(reply=moe_pb2.ForwardReply()))
     for one in others:
         one.receive()
         one.close()
@@ -333,7 +358,7 @@ def test_a_door_that_fails_ends_the_connection_alone(
     connection.send(job(), 5.0)
     with pytest.raises(Unavailable, match="connection"):
         connection.receive()
-    assert "so it is" in caplog.text and until(lambda: there.admission.held == (0, 0, 0))
+    assert until(lambda: "so it is" in caplog.text and there.admission.held == (0, 0, 0))
     door.fails = None
     again = opened(there)
     again.send(job(), 5.0)
@@ -355,7 +380,7 @@ def test_a_door_that_closes_ends_calls_and_connections(there: DataConnections, d
     idle.close()
     with pytest.raises(OSError):
         opened(there)
-    door.asked[-1][1](Carried(moe_pb2.ForwardStreamReply(), None))
+    door.asked[-1][1](moe_pb2.ForwardStreamReply())
 
 
 def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
@@ -389,3 +414,44 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
     client.close()
     assert client.take(5.0) is None and len(asked) == count
     assert ends.DataConnections("[::1]:99", ask, encrypted=True).take(5.0) is None and len(asked) == count
+
+
+def test_rows_lie_in_one_region_which_is_given_back_after_a_while(
+    there: DataConnections, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_connections, "REST_SECONDS", 0.05)
+    connection = opened(there)
+    for count in (5000, 9000, 200_000, 7000):
+        connection.send(rows(count), 5.0)
+        answer = os.urandom(count)
+        door.reply(answer, reply=moe_pb2.ForwardReply())
+        reply = connection.receive()
+        assert isinstance(reply, Carried) and bytes(reply.data) == answer
+        (asked, _, _) = door.asked[-1]
+        assert asked.hidden.region.name == asked.output.name and asked.output.offset >= count
+        assert len(door.regions.list()) <= 1
+    assert until(lambda: not door.regions.bytes)
+    connection.send(rows(5000), 5.0)
+    assert until(lambda: len(door.asked) == 5)
+    time.sleep(0.2)
+    assert door.regions.bytes, "not while a call is under way"
+    door.reply(answer[:5000], reply=moe_pb2.ForwardReply())
+    connection.receive()
+    connection.close()
+
+
+def test_a_call_is_answered_where_there_is_no_room_for_a_region(
+    there: DataConnections, connection: DataConnection, door: Door
+) -> None:
+    taken = [door.regions.create(7 * MOST)[0]]
+    connection.send(rows(900_000), 5.0)
+    answer = os.urandom(900_000)
+    door.reply(answer, reply=moe_pb2.ForwardReply(epoch=3))
+    reply = connection.receive()
+    assert isinstance(reply, moe_pb2.ForwardReply) and reply.hidden.data == answer
+    (asked, _, _) = door.asked[-1]
+    assert not asked.HasField("output") and door.rows() == np.arange(900_000, dtype=np.uint8).tobytes()
+    door.regions.release(taken[0])
+    connection.send(rows(900_000), 5.0)
+    door.reply(answer, reply=moe_pb2.ForwardReply(epoch=3))
+    assert isinstance(connection.receive(), Carried)

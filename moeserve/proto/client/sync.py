@@ -261,7 +261,7 @@ class MoeClient:
             payload = part.payload(region, link.regions)
             if isinstance(payload, InlineRows):
                 payload.carry(link.carries_from)
-            sent = link.send(part.request(payload), payload, clock.remaining, alone=part.alone)
+            sent = link.send(part.request(payload), payload, clock, alone=part.alone)
         except MoeError as failed:
             sent = Sent.failed(failed)
         return Attempt(part, sent, payload)

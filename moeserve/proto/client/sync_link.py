@@ -11,6 +11,7 @@ import grpc
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import connect
 from moeserve.proto.client.call import PartCall
+from moeserve.proto.client.patience import Clock
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import StreamPool
 from moeserve.proto.credentials import Credentials
@@ -127,7 +128,7 @@ class Link:
         """How many bytes of rows are carried beside their message at least."""
         return BESIDE_BYTES if self._data.likely else CARRIED_BYTES
 
-    def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float, *, alone: bool) -> Sent:
+    def send(self, request: moe_pb2.ForwardRequest, payload: Payload, clock: Clock, *, alone: bool) -> Sent:
         """Sends `request`, whose rows lie where `payload` has them: inline over a data connection, or as a
         unary call where the lane has none; rows in regions over the region's lease, or on a stream where the
         lease cannot take it.
@@ -135,17 +136,18 @@ class Link:
         A part that is `alone` is sent only when it is waited for: a blocking unary call needs no other
         thread, and is a tenth faster.
         """
+        timeout, spin = clock.remaining, clock.patience.spin
         if isinstance(payload, InlineRows):
             message = payload.sent(request)
             if (connection := self._data.take(timeout)) is not None:
-                return self._over(connection, message, payload, timeout)
+                return self._over(connection, message, payload, clock)
             if alone:
                 return Sent(lambda: payload.received(self.unary(self._carry, message, timeout)), _nothing)
             sent = self._future(self._carry, message, timeout)
             return Sent(lambda: payload.received(sent.wait()), sent.cancel)
         calls = payload.calls
         if calls is not None and calls.send(request, timeout):
-            return Sent(lambda: calls.receive(request.job_id), calls.leave)
+            return Sent(lambda: calls.receive(request.job_id, spin), calls.leave)
         stream = self.streams.take()
         stream.send(request, timeout)
 
@@ -168,18 +170,18 @@ class Link:
         connection: DataConnection,
         message: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest],
         payload: InlineRows,
-        timeout: float,
+        clock: Clock,
     ) -> Sent:
         """Sends a request over a data connection, which is kept for the next where it is answered."""
         try:
-            connection.send(message, timeout)
+            connection.send(message, clock.remaining)
         except BaseException:
             connection.close()
             raise
 
         def wait() -> moe_pb2.ForwardReply:
             try:
-                came = connection.receive()
+                came = connection.receive(clock.patience.spin)
             finally:
                 self._data.give(connection)
             return payload.received(came)

@@ -27,18 +27,17 @@ FORWARD = "/moeserve.v1.LaneService/Forward"
 DATA = 3  # Tensor.data
 LENGTH_DELIMITED = 2
 
-M = TypeVar("M", moe_pb2.ForwardRequest, moe_pb2.ForwardReply, moe_pb2.ForwardStreamReply)
-H = TypeVar("H", moe_pb2.ForwardRequest, moe_pb2.ForwardReply)
+M = TypeVar("M", moe_pb2.ForwardRequest, moe_pb2.ForwardReply)
 
 
 @dataclass(frozen=True, eq=False)
 class Carried(Generic[M]):
     """A message and the bytes of its `hidden.data`, which is empty in one that came, and not set in one to be
-    sent. data: None where the message has them itself, or has none.
+    sent.
     """
 
     message: M
-    data: memoryview | None
+    data: memoryview
 
 
 def beside(message: M, array: NDArray[Any]) -> Carried[M]:
@@ -48,9 +47,8 @@ def beside(message: M, array: NDArray[Any]) -> Carried[M]:
 
 def packed(sent: Any) -> bytes:
     """The bytes of a message, or of a carried one."""
-    if not isinstance(sent, Carried) or sent.data is None:
-        message = sent.message if isinstance(sent, Carried) else sent
-        whole: bytes = message.SerializeToString()
+    if not isinstance(sent, Carried):
+        whole: bytes = sent.SerializeToString()
         return whole
     data_head = _head(DATA, len(sent.data))
     number = sent.message.DESCRIPTOR.fields_by_name["hidden"].number
@@ -58,7 +56,7 @@ def packed(sent: Any) -> bytes:
     return b"".join((sent.message.SerializeToString(), head, sent.data))
 
 
-def unpacking(kind: Callable[[], H]) -> Callable[[bytes], H | Carried[H]]:
+def unpacking(kind: Callable[[], M]) -> Callable[[bytes], M | Carried[M]]:
     """What parses the bytes of messages of `kind`; large data of `hidden` is a view of them.
 
     Raises DecodeError as protobuf does.
@@ -66,15 +64,15 @@ def unpacking(kind: Callable[[], H]) -> Callable[[bytes], H | Carried[H]]:
     parse: Any = kind
     number = parse.DESCRIPTOR.fields_by_name["hidden"].number
 
-    def unpack(received: bytes) -> H | Carried[H]:
+    def unpack(received: bytes) -> M | Carried[M]:
         if len(received) >= CARRIED_BYTES:
             found = _lifted(received, number)
             if found is not None:
-                message: H = parse.FromString(found[0])
+                message: M = parse.FromString(found[0])
                 tensor = message.hidden
                 if tensor.WhichOneof("payload") == "data" and not tensor.data:
                     return Carried(message, found[1])
-        whole: H = parse.FromString(received)
+        whole: M = parse.FromString(received)
         return whole
 
     return unpack

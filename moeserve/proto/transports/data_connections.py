@@ -22,6 +22,7 @@ import numpy as np
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, outcome
+from moeserve.proto.passes.expected import Expected, awake_seconds
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.carried import Carried
 
@@ -51,6 +52,9 @@ AGAIN_SECONDS = 30.0
 
 MOST_IDLE = 32
 
+FINE_SECONDS = 0.001
+"""The shortest time that `poll` waits: it counts whole milliseconds."""
+
 Buffers = list[memoryview]
 
 
@@ -71,6 +75,11 @@ def sent_of(connection: socket.socket, left: Buffers) -> Buffers:
         sent -= left[0].nbytes
         left = left[1:]
     return [left[0][sent:], *left[1:]] if sent and left else left
+
+
+def fresh_room(nbytes: int) -> memoryview:
+    """New memory."""
+    return np.empty(nbytes, np.uint8).data
 
 
 class FrameReader:
@@ -102,9 +111,12 @@ class FrameReader:
         return came, message, data
 
     def body(
-        self, header: tuple[int, int, int], wait: Callable[[], object]
+        self,
+        header: tuple[int, int, int],
+        wait: Callable[[], object],
+        room: Callable[[int], memoryview] = fresh_room,
     ) -> tuple[bytes, memoryview | None]:
-        """The message, and the data in memory of its own. Raises OSError."""
+        """The message, and the data, in memory that `room` gives for so many bytes. Raises OSError."""
         came, size, more = header
         there = self._first[HEADER.size : came]
         if len(there) >= size:
@@ -117,7 +129,7 @@ class FrameReader:
             message, there = bytes(whole), there[:0]
         if not more:
             return message, None
-        data = np.empty(more, np.uint8).data
+        data = room(more)
         data[: len(there)] = there
         self._fill(data[len(there) :], wait)
         return message, data
@@ -174,6 +186,8 @@ class DataConnection:
         self._writable.register(connection, select.POLLOUT)
         self._deadline = 0.0
         self._process = os.getpid()
+        self._awake = awake_seconds()
+        self._expected = Expected(self._awake)  # replies
 
     @classmethod
     def open(cls, host: str, made: moe_pb2.OpenDataConnectionReply, timeout: float) -> DataConnection:
@@ -211,25 +225,19 @@ class DataConnection:
                 self._wait(self._writable)
         except OSError as failed:
             raise _gone(str(failed)) from failed
+        self._expected.sent(0 if data is None else data.nbytes)
 
     def receive(self, spin: float = 0.0) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         """The reply. Raises MoeError; where that is not said by the lane, the connection is closed.
 
-        spin: seconds for which it looks again and again before it sleeps.
+        spin: seconds for which it is awake when the reply is expected; 0: as cores are to spare.
         """
-        until = time.monotonic() + spin
-
-        def wait() -> None:
-            while time.monotonic() < until:
-                if self._readable.poll(0):
-                    return
-            self._wait(self._readable)
-
+        self._expected.awake = spin or self._awake
         try:
-            header = self._reader.header(wait)
+            header = self._reader.header(self._wait_awake if self._expected.awake else self._wait_readable)
             if header is None:
                 raise ConnectionError("it closed the connection")
-            message, data = self._reader.body(header, wait)
+            message, data = self._reader.body(header, self._wait_readable)
             came = moe_pb2.ForwardStreamReply.FromString(message)
         except MoeError:
             self.close()
@@ -245,6 +253,25 @@ class DataConnection:
             return reply
         reply.hidden.data = b""  # so it is told from a message without any
         return Carried(reply, data)
+
+    def _wait_readable(self) -> None:
+        self._wait(self._readable)
+
+    def _wait_awake(self) -> None:
+        """Waits asleep until shortly before a reply should come, and then awake for a while."""
+        expected, looks, slept = self._expected, 0, False
+        while not self._readable.poll(0):
+            now, looks = time.monotonic(), looks + 1
+            if now > self._deadline:
+                self._wait(self._readable)
+            seconds, slept = expected.sleep(now, looks), False
+            if seconds >= FINE_SECONDS:
+                if self._readable.poll(seconds * 1000):  # it says when the reply came
+                    break
+            elif seconds:
+                time.sleep(seconds)
+                slept = True
+        expected.came(awaited=looks > 0, slept=slept)
 
     def _wait(self, ready: select.poll) -> None:
         left = self._deadline - time.monotonic()

@@ -16,6 +16,7 @@ from moeserve.runtime.doors.calls.data_connections import Begins, DataConnection
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health
+from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.sections import ServerConfig
 
@@ -90,13 +91,13 @@ class Endpoint:
         self._server.start()
         return f"{host}:{bound}"
 
-    def data_connections(self, host: str, door: Begins) -> Offer | None:
+    def data_connections(self, host: str, door: Begins, regions: Regions) -> Offer | None:
         """Takes calls of `door` over TCP connections of `host`, too; returns what offers one to a caller, and
         None where callers use TLS, which these do not. Raises OSError.
         """
         if self._keys.encrypts:
             return None
-        self._data = DataConnections(host, door, self._admission, self._most_bytes)
+        self._data = DataConnections(host, door, regions, self._admission, self._most_bytes)
         return self._data.offer
 
     def set_serving(self, *, serving: bool) -> None:

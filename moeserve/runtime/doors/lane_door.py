@@ -15,9 +15,8 @@ import grpc
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.host import usable_cores
 from moeserve.proto.transports.carried import Carried
-from moeserve.proto.transports.data_connections import BESIDE_BYTES
-from moeserve.runtime.doors.calls.data_connections import Offer
-from moeserve.runtime.doors.calls.lane_stream import Ended, LaneStream, Started
+from moeserve.runtime.doors.calls.data_connections import DATA_CONNECTION, Offer
+from moeserve.runtime.doors.calls.lane_stream import LaneStream, Started
 from moeserve.runtime.doors.calls.lease_calls import LeaseCalls
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
@@ -224,47 +223,22 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
 
         method: as metrics name it. Returns the call, or None for a request that has ended already.
         """
-        return self._begin(Carried(request, None), lambda sent: ended(sent.message), (peer, method))
-
-    def begin_carried(
-        self, request: Carried[moe_pb2.ForwardRequest], ended: Ended, peer: str
-    ) -> LaneCall | None:
-        """Does as `begin` with a request that came over a data connection: the data of its hidden states, and
-        of its answer, may lie beside the message.
-        """
-        return self._begin(request, ended, (peer, "DataConnection"), BESIDE_BYTES)
-
-    def _begin(
-        self,
-        came: Carried[moe_pb2.ForwardRequest],
-        ended: Ended,
-        caller: tuple[str, str],
-        least: int | None = None,
-    ) -> LaneCall | None:
-        """Does as both. caller: the peer, and the method; least: bytes of an answer that is carried beside
-        its message; None: none is.
-        """
-        request, (peer, method) = came.message, caller
         started = time.perf_counter()
         deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
         leave: Leave = _not_held
 
-        def end(outcome: Callable[[], moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]]) -> None:
+        def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
             reply, code = moe_pb2.ForwardStreamReply(job_id=request.job_id), "OK"
-            data: memoryview | None = None
             try:
-                found = outcome()
-                if isinstance(found, Carried):
-                    data = found.data
-                reply.reply.CopyFrom(found.message if isinstance(found, Carried) else found)
+                reply.reply.CopyFrom(outcome())
             except Exception as error:
                 status = status_of(error)
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
             seconds = time.perf_counter() - started
             leave(code)
-            ended(Carried(reply, data))
+            ended(reply)
             self._observe(method, transport, code, seconds)  # after the answer has left
 
         def fail(error: Exception) -> moe_pb2.ForwardReply:
@@ -274,19 +248,19 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             if self._stopping:
                 raise GroupUnavailable(self._stopping)
             leave = self._enter(request, peer, deadline)
-            asked = self._reader.read(request, deadline, came.data)
+            asked = self._reader.read(request, deadline)
         except Exception as error:
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None
-        transport = asked.transport
+        if method != DATA_CONNECTION:  # whose rows came from afar, and lie in a region of its own
+            transport = asked.transport
 
         def reply(call: LaneCall) -> None:
-            end(lambda: asked.reply_beside(*call.result(), least))
+            end(lambda: asked.reply(*call.result()))
             asked.close()
 
         def answer(call: LaneCall) -> None:
-            apart = call.in_place or call.error is not None or least is not None  # nothing is copied here
-            copied = 0 if apart else asked.request.hidden.nbytes
+            copied = 0 if call.in_place or call.error is not None else asked.request.hidden.nbytes
             if copied < ASIDE_BYTES or not self._lane.in_flight:
                 reply(call)
             else:  # other callers' answers do not wait until it is copied

@@ -16,7 +16,7 @@ from moeserve.experts.routing.gate import Gate
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import TensorError, dtype_of
 from moeserve.proto.texts import quoted
-from moeserve.proto.transports.carried import CARRIED_BYTES, Carried
+from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch
 from moeserve.runtime.served import Served
@@ -43,10 +43,10 @@ class CheckedRequest:
         return self.request.reply(_as(self.request.hidden.dtype, answer), *stamp)
 
     def reply_beside(
-        self, answer: Tensor, stamp: Stamp, least: int | None = CARRIED_BYTES
+        self, answer: Tensor, stamp: Stamp
     ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
-        """Makes the same reply, an inline answer of `least` bytes on beside its message; None: none is."""
-        return self.request.reply_beside(_as(self.request.hidden.dtype, answer), *stamp, least)
+        """Makes the same reply, a large inline answer beside its message."""
+        return self.request.reply_beside(_as(self.request.hidden.dtype, answer), *stamp)
 
     def close(self) -> None:
         """Lets go of the caller's memory, once no device touches it any more."""

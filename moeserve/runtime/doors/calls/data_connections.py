@@ -4,6 +4,9 @@ Who asks over gRPC, and is let in there, gets a secret for one connection. A con
 way: its thread reads the request and begins the call, and whoever ends that sends the answer, as far as the
 connection takes it at once. The rest is sent by the connection's thread, so that a caller who does not read
 holds nobody up.
+
+Rows are received in a region of the rank's, which a device reads and writes, and the answer is sent from
+there: to the door they are a call in shared memory.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped
-from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.data_connections import (
     LET_IN,
     SECRET_BYTES,
@@ -32,9 +34,11 @@ from moeserve.proto.transports.data_connections import (
 )
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
-from moeserve.runtime.doors.calls.lane_stream import Ended, Started
+from moeserve.runtime.doors.calls.connection_region import ConnectionRegion
+from moeserve.runtime.doors.calls.lane_stream import Started
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest
+from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.payloads.wake import Wake
 from moeserve.runtime.errors import LaneFull, pushback
 from moeserve.runtime.rank.lanes.lane_call import LaneCall
@@ -56,11 +60,22 @@ Offer = Callable[[str], moe_pb2.OpenDataConnectionReply]
 """Takes one connection more, of the caller at a peer. Raises LaneFull."""
 
 
+DATA_CONNECTION = "DataConnection"
+"""How metrics of requests name these calls."""
+
+REST_SECONDS = 10.0
+"""Without a call, after which a connection gives its region back."""
+
+
 class Begins(Protocol):
     """What connections need of their door."""
 
-    def begin_carried(
-        self, request: Carried[moe_pb2.ForwardRequest], ended: Ended, peer: str
+    def begin(
+        self,
+        request: moe_pb2.ForwardRequest,
+        ended: Callable[[moe_pb2.ForwardStreamReply], None],
+        peer: str,
+        method: str,
     ) -> LaneCall | None:
         """Starts a request of `peer`; `ended` gets its reply. None for one that has ended already."""
 
@@ -75,9 +90,11 @@ class Late(OSError):
 class DataConnections:
     """Listens at a port of its own of `host`. What callers hold counts in the door's `admission`."""
 
-    def __init__(self, host: str, door: Begins, admission: Admission, most_bytes: int) -> None:
+    def __init__(
+        self, host: str, door: Begins, regions: Regions, admission: Admission, most_bytes: int
+    ) -> None:
         """most_bytes: of one message with its data."""
-        self.door, self.admission, self.most_bytes = door, admission, most_bytes
+        self.door, self.regions, self.admission, self.most_bytes = door, regions, admission, most_bytes
         listener = socket.create_server((host, 0))
         self.port: int = listener.getsockname()[1]
         self._secrets: dict[bytes, tuple[str, float]] = {}  # of whom, and until when
@@ -182,6 +199,7 @@ class _DataConnection:
         self._answering = False  # an answer is not sent whole
         self._left: Buffers = []  # of an answer that is to be sent by this connection's thread
         self._ending = False
+        self._region = ConnectionRegion(of.regions, peer)
         self._lock = threading.Lock()
 
     @property
@@ -196,9 +214,13 @@ class _DataConnection:
         self._connection.settimeout(0)
         sockets = self._connection.fileno()
         while True:
-            ready = {which for which, _ in self._poll.poll()}
+            ready = {
+                which for which, _ in self._poll.poll(REST_SECONDS * 1000 if self._region.held else None)
+            }
             if self._ending:
                 return
+            if not ready and not self.busy:
+                self._region.close()
             if self._wake.fileno() in ready:
                 self._wake.clear()
                 self._send_left()
@@ -230,31 +252,33 @@ class _DataConnection:
             self._refuse("", full)
             return True
         try:
-            message, data = self._reader.body(header, wait)
+            message, data = self._reader.body(header, wait, self._region.rows)
         except BaseException:
             leave()
             raise
-        request = moe_pb2.ForwardRequest()
+        request, wrong = moe_pb2.ForwardRequest(), ""
         try:
             request.MergeFromString(message)
         except DecodeError:
+            wrong = f"{len(message)} bytes over a data connection are no ForwardRequest"
+        if request.hidden.WhichOneof("payload") == "region" or request.HasField("output"):
+            wrong = wrong or "hidden: a call over a data connection brings its rows, and takes its answer"
+        if data is not None and request.hidden.WhichOneof("payload") is not None:
+            wrong = wrong or "hidden: data behind a message that has them already"
+        if wrong:
             leave()
-            self._refuse("", BadRequest(f"{len(message)} bytes over a data connection are no ForwardRequest"))
-            return True
-        if data is not None:
-            if request.hidden.WhichOneof("payload") is not None:
-                leave()
-                self._refuse(request.job_id, BadRequest("hidden: data behind a message that has a payload"))
-                return True
-            request.hidden.data = b""  # so it is told from a message without any
-        self._begin(Carried(request, data), leave)
+            self._refuse(request.job_id, BadRequest(wrong))
+        else:
+            if data is not None:
+                self._region.place(request, data)
+            self._begin(request, leave)
         return True
 
-    def _begin(self, request: Carried[moe_pb2.ForwardRequest], leave: Callable[[], None]) -> None:
+    def _begin(self, request: moe_pb2.ForwardRequest, leave: Callable[[], None]) -> None:
         door, begun = self._of.door, threading.Event()
         started = Started(door.leave)
 
-        def ended(reply: Carried[moe_pb2.ForwardStreamReply]) -> None:
+        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
             begun.set()
             leave()
             self._answer(reply)
@@ -262,7 +286,7 @@ class _DataConnection:
         with self._lock:
             self._answering = True
         try:
-            started.take(door.begin_carried(request, ended, self._peer))
+            started.take(door.begin(request, ended, self._peer, DATA_CONNECTION))
         except BaseException:
             if not begun.is_set():
                 leave()
@@ -273,15 +297,16 @@ class _DataConnection:
 
     def _refuse(self, job_id: str, error: Exception) -> None:
         failed = status_of(error).as_message()
-        self._answer(Carried(moe_pb2.ForwardStreamReply(job_id=job_id, error=failed), None))
+        self._answer(moe_pb2.ForwardStreamReply(job_id=job_id, error=failed))
 
-    def _answer(self, reply: Carried[moe_pb2.ForwardStreamReply]) -> None:
+    def _answer(self, reply: moe_pb2.ForwardStreamReply) -> None:
         """Sends a reply, or leaves that to the connection's thread; from any thread."""
-        left = frame_of(reply.message.SerializeToString(), reply.data)
         with self._lock:
             self._call = None  # before the caller has the reply, and sends its next request
             if self._ending:
                 return
+            data = self._region.answer(reply.reply)
+            left = frame_of(reply.SerializeToString(), data)
             if sum(part.nbytes for part in left) < ASIDE_BYTES:
                 try:
                     left = sent_of(self._connection, left)
@@ -330,4 +355,5 @@ class _DataConnection:
             self._call, self._left, self._answering = None, [], False
         if call is not None:
             call.give_up()
+        self._region.close()
         self._wake.close()

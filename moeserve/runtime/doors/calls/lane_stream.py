@@ -10,14 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
 log = logging.getLogger(__name__)
-
-
-Ended = Callable[[Carried[moe_pb2.ForwardStreamReply]], None]
-"""Takes a reply, once, from any thread; the data of its answer may lie beside it."""
 
 
 class Begins(Protocol):

@@ -73,12 +73,10 @@ class OpenRequest:
         return reply
 
     def reply_beside(
-        self, hidden: Tensor, epoch: int, weights_version: int, least: int | None = CARRIED_BYTES
+        self, hidden: Tensor, epoch: int, weights_version: int
     ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
-        """Makes the same reply, an inline answer of `least` bytes on beside its message: only who sends it
-        copies it then.
-        """
-        if not self._room.inline or least is None or hidden.nbytes < least:
+        """Makes the same reply, a large inline answer beside its message: only gRPC copies it then."""
+        if not self._room.inline or hidden.nbytes < CARRIED_BYTES:
             return self.reply(hidden, epoch, weights_version)
         self._check(hidden)
         reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)

@@ -161,11 +161,10 @@ class Regions:
         """Bytes of all regions, those that were released but are still held included."""
         return self._bytes
 
-    def create(self, size: int, maker: str = "") -> tuple[str, int]:
+    def create(self, size: int, maker: str = "", *, own: bool = False) -> tuple[str, int]:
         """Makes a sealed region of at least `size` bytes: its secret name, and its size in whole pages.
 
-        maker: the connection that asked for it, which alone sees it in its list.
-
+        maker: the connection that asked for it, which alone sees it in its list. own: nobody fetches it.
         Raises TensorError for a size below 1 and RegionLimit when there is no room.
         """
         if size < 1:
@@ -185,6 +184,7 @@ class Regions:
             self._regions[name] = _Region(
                 name, public, memory, descriptor, maker, registration=registered, on_device=self._on_device
             )
+            self._regions[name].claimed = own
         return name, size
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:

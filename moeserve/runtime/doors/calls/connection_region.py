@@ -1,0 +1,65 @@
+"""`ConnectionRegion`: the region of a rank in which the rows of one data connection lie, and their answer."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.transports.data_connections import fresh_room
+from moeserve.proto.transports.shared_memory import aligned, region_size
+from moeserve.runtime.doors.payloads.errors import RegionLimit, UnknownRegion
+from moeserve.runtime.doors.payloads.regions import Hold, Regions
+
+log = logging.getLogger(__name__)
+
+
+class ConnectionRegion:
+    """One connection's; made when rows come, and as large as its largest call needs."""
+
+    def __init__(self, regions: Regions, peer: str) -> None:
+        self._regions, self._peer = regions, peer
+        self._name = ""
+        self._hold: Hold | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether there is one."""
+        return self._hold is not None
+
+    def rows(self, nbytes: int) -> memoryview:
+        """Memory for so many bytes of rows. No call is under way."""
+        needed = 2 * aligned(nbytes)
+        if self._hold is None or self._hold.memory.nbytes < needed:
+            self.close()
+            try:
+                self._name, size = self._regions.create(region_size(needed), self._peer, own=True)
+            except RegionLimit as full:
+                log.debug("rows of a data connection lie in no region: %s", full)
+                return fresh_room(nbytes)
+            self._hold = self._regions.hold(self._name, 0, size)
+        return self._hold.memory[:nbytes]
+
+    def place(self, request: moe_pb2.ForwardRequest, rows: memoryview) -> None:
+        """Says in a request where its rows are, and where their answer is to be."""
+        if self._hold is None:
+            request.hidden.data = bytes(rows)
+            return
+        for place, offset in ((request.hidden.region, 0), (request.output, aligned(rows.nbytes))):
+            place.name, place.offset, place.size = self._name, offset, rows.nbytes
+
+    def answer(self, reply: moe_pb2.ForwardReply) -> memoryview | None:
+        """The answer of a reply that lies here; it is in the reply no more."""
+        if self._hold is None or reply.hidden.WhichOneof("payload") != "region":
+            return None
+        at, nbytes = reply.hidden.region.offset, reply.hidden.region.size
+        reply.hidden.ClearField("region")
+        return self._hold.memory[at : at + nbytes]
+
+    def close(self) -> None:
+        """Gives the region back; a call that is still under way holds it until it has ended."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.close()
+            with suppress(UnknownRegion):  # the rank's regions are closed
+                self._regions.release(self._name)
