@@ -101,6 +101,55 @@ def test_routes_of_any_kind_and_errors_are_those_of_other_calls(
     check(client, alone, 4, 2)
 
 
+def test_calls_like_those_before_are_copies_with_their_own_values(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    for seed in range(12):
+        check(client, alone, 7, seed)
+    assert len(client._inline._known) == 2, "of two layers"
+    links = client._core.lanes._links.values()
+    assert [len(link._data._idle) for link in links] == [1, 1], "lanes take turns"
+    hidden, experts, weights = alone.batch(7, seed=1)
+    with pytest.raises(InvalidArgument, match="is out of range"):
+        client.forward(1, hidden, experts + 1000, weights)
+    with pytest.raises(InvalidArgument, match="is out of range"):
+        client.forward(1, hidden, experts, weights, dtype="")
+        client.forward(1, hidden, experts - 1000, weights)
+    with pytest.raises(TypeError):
+        client.forward(True, hidden, experts, weights)
+    apart = torch.stack([hidden, hidden + 1], dim=2)[:, :, 0]
+    assert not apart.is_contiguous()
+    found = client.forward(1, apart, experts.long(), weights)
+    torch.testing.assert_close(found, alone.forward(1, hidden, experts, weights), **CLOSE)
+    for version in (1, 1):
+        check(client, alone, 7, 3, weights_version=version)
+    with pytest.raises(MoeError, match="wrong_version"):
+        check(client, alone, 7, 3, weights_version=9)
+    before = [lane.rank for lane in client.topology().lanes]
+    assert before == [0, 1]
+    check(client, alone, 7, 5)
+
+
+def test_lanes_without_connections_take_turns_too(
+    house: LocalCluster, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MoeClient(house.address, timeout=SECONDS, transport="inline") as client:
+        for seed in range(4):
+            check(client, alone, 7, seed)
+        links, asked = list(client._core.lanes._links.values()), []
+        for link in links:
+            monkeypatch.setattr(link, "connection", lambda clock: None)
+            real = link._carry
+            monkeypatch.setattr(
+                link,
+                "_carry",
+                lambda *given, real=real, link=link, **more: (asked.append(link), real(*given, **more))[1],
+            )
+        for seed in range(8):
+            check(client, alone, 7, seed)
+        assert [asked.count(link) for link in links] == [4, 4]
+
+
 def test_threads_have_connections_of_their_own_and_keep_them(
     house: LocalCluster, client: MoeClient, alone: Alone
 ) -> None:

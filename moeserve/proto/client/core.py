@@ -59,13 +59,21 @@ class Core(Generic[L]):
         return Clock(self.settings.patience if timeout is None else Patience.of(timeout))
 
     def call(
-        self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
+        self,
+        layer: int,
+        hidden: Array | SharedTensor,
+        route: Choice | Logits,
+        options: CallOptions,
+        turn: int | None = None,
     ) -> ClientCall[L]:
-        """A call of its checked arrays. Raises TensorError, and ValueError for tensors of two lanes."""
+        """A call of its checked arrays. turn: that it has among calls already. Raises TensorError, and
+        ValueError for tensors of two lanes.
+        """
         batch = ClientBatch.of(layer, hidden, route, options)
         asked, settings = options.get("lane"), self.settings
         bound = batch.lane(settings.lane if asked is None else asked)
-        return ClientCall(batch, self.lanes, settings.model, bound, settings.transport, self.lanes.turn())
+        turn = self.lanes.turn() if turn is None else turn
+        return ClientCall(batch, self.lanes, settings.model, bound, settings.transport, turn)
 
     def place(self, topology: moe_pb2.GetTopologyReply, rank: int, spec: Spec) -> tuple[L, int]:
         """Returns where lane `rank` makes a tensor in shared memory: the way there, and the region's bytes.

@@ -25,9 +25,8 @@ class Patience:
 
     timeout: seconds in all, over every attempt; more than 2e6 (23 days) count as 2e6. attempts: at most so
     many, None = as many as fit into the timeout. first_wait, longest_wait: seconds between attempts, doubling
-    from the first to the longest. spin: seconds for which a call whose rows and answer lie in shared memory
-    looks for its answer again and again before its thread sleeps, and one over a data connection when the
-    answer is expected (0: as cores are to spare): worth it only with a core to spare.
+    from the first to the longest. spin: seconds for which a call past gRPC looks for its answer again and
+    again before its thread sleeps: worth it only with a core to spare.
     """
 
     timeout: float = 60.0

@@ -11,6 +11,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client.batch import ClientBatch
 from moeserve.proto.errors import MoeError
 from moeserve.proto.tensors import (
+    DType,
     Plain,
     TensorError,
     as_numpy,
@@ -66,6 +67,11 @@ class InlineRows:
         self._rows = rows
         self._carried = False
         self._came: memoryview | None = None  # the answer's data, where it came beside its message
+
+    @property
+    def dtype(self) -> DType:
+        """Of the rows."""
+        return self._rows.dtype
 
     def carry(self, least: int = CARRIED_BYTES) -> None:
         """Has rows of so many bytes on carried: what is sent is what `sent` gives, and `received` is told

@@ -18,10 +18,11 @@ import grpc
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.client.again import AskedBefore
+from moeserve.proto.client.again import Again, AskedBefore
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
+from moeserve.proto.client.inline_before import InlineAgain, InlineBefore
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows, Payload
@@ -67,7 +68,7 @@ class MoeClient:
         self._core = Core(connect, Settings(model, Patience.of(timeout), lane, transport))
         self._door = connect(address, MAX_MESSAGE_BYTES)
         self._finding = threading.Lock()
-        self._before = AskedBefore()
+        self._before, self._inline = AskedBefore(), InlineBefore(self._core)
 
     def forward(
         self,
@@ -96,10 +97,11 @@ class MoeClient:
         check_options(options)
         clock, lanes = self._core.clock(options.get("timeout")), self._core.lanes
         batch, topology = (layer, hidden, route), lanes.current
-        again = self._before.find(topology, batch, options)
+        again: Again | InlineAgain | None = self._before.find(topology, batch, options)
+        again = again or self._inline.find(topology, batch, options)
         if again is not None and (reply := again.asked(clock)) is not None:
             return reply
-        call = self._core.call(layer, hidden, route, options)
+        call = self._core.call(layer, hidden, route, options, None if again is None else again.turn)
         failed = None
         if again is not None and again.failed is not None:
             call, failed = replace(call, job_id=again.job_id), again.failed
@@ -107,6 +109,7 @@ class MoeClient:
         reply = self._patiently(clock, lambda: self._once(call, clock, failed), retried=WeightsChanged)
         if again is None and topology is lanes.current:
             self._before.learn(topology, batch, options, call.placed_request)
+            self._inline.learn(topology, batch, options, call)
         return reply
 
     def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:

@@ -139,8 +139,8 @@ class Link:
         timeout, spin = clock.remaining, clock.patience.spin
         if isinstance(payload, InlineRows):
             message = payload.sent(request)
-            if (connection := self._data.take(timeout)) is not None:
-                return self._over(connection, message, payload, clock)
+            if (connection := self.connection(clock)) is not None:
+                return self.past_grpc(connection, message, payload, clock)
             if alone:
                 return Sent(lambda: payload.received(self.unary(self._carry, message, timeout)), _nothing)
             sent = self._future(self._carry, message, timeout)
@@ -165,7 +165,15 @@ class Link:
 
         return Sent(wait, stream.close)
 
-    def _over(
+    def connection(self, clock: Clock) -> DataConnection | None:
+        """A data connection for one call; None where the lane has none."""
+        return self._data.take(clock.remaining)
+
+    def give(self, connection: DataConnection) -> None:
+        """Takes back a connection over which nothing was sent."""
+        self._data.give(connection)
+
+    def past_grpc(
         self,
         connection: DataConnection,
         message: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest],

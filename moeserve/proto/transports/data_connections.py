@@ -22,7 +22,6 @@ import numpy as np
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, outcome
-from moeserve.proto.passes.expected import Expected, awake_seconds
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.carried import Carried
 
@@ -51,9 +50,6 @@ AGAIN_SECONDS = 30.0
 """After a connection could not be opened, until it is tried again."""
 
 MOST_IDLE = 32
-
-FINE_SECONDS = 0.001
-"""The shortest time that `poll` waits: it counts whole milliseconds."""
 
 Buffers = list[memoryview]
 
@@ -186,8 +182,6 @@ class DataConnection:
         self._writable.register(connection, select.POLLOUT)
         self._deadline = 0.0
         self._process = os.getpid()
-        self._awake = awake_seconds()
-        self._expected = Expected(self._awake)  # replies
 
     @classmethod
     def open(cls, host: str, made: moe_pb2.OpenDataConnectionReply, timeout: float) -> DataConnection:
@@ -225,19 +219,25 @@ class DataConnection:
                 self._wait(self._writable)
         except OSError as failed:
             raise _gone(str(failed)) from failed
-        self._expected.sent(0 if data is None else data.nbytes)
 
     def receive(self, spin: float = 0.0) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         """The reply. Raises MoeError; where that is not said by the lane, the connection is closed.
 
-        spin: seconds for which it is awake when the reply is expected; 0: as cores are to spare.
+        spin: seconds for which it looks again and again before it sleeps.
         """
-        self._expected.awake = spin or self._awake
+        until = time.monotonic() + spin if spin else 0.0
+
+        def wait() -> None:
+            while until and time.monotonic() < until:
+                if self._readable.poll(0):
+                    return
+            self._wait(self._readable)
+
         try:
-            header = self._reader.header(self._wait_awake if self._expected.awake else self._wait_readable)
+            header = self._reader.header(wait)
             if header is None:
                 raise ConnectionError("it closed the connection")
-            message, data = self._reader.body(header, self._wait_readable)
+            message, data = self._reader.body(header, wait)
             came = moe_pb2.ForwardStreamReply.FromString(message)
         except MoeError:
             self.close()
@@ -253,25 +253,6 @@ class DataConnection:
             return reply
         reply.hidden.data = b""  # so it is told from a message without any
         return Carried(reply, data)
-
-    def _wait_readable(self) -> None:
-        self._wait(self._readable)
-
-    def _wait_awake(self) -> None:
-        """Waits asleep until shortly before a reply should come, and then awake for a while."""
-        expected, looks, slept = self._expected, 0, False
-        while not self._readable.poll(0):
-            now, looks = time.monotonic(), looks + 1
-            if now > self._deadline:
-                self._wait(self._readable)
-            seconds, slept = expected.sleep(now, looks), False
-            if seconds >= FINE_SECONDS:
-                if self._readable.poll(seconds * 1000):  # it says when the reply came
-                    break
-            elif seconds:
-                time.sleep(seconds)
-                slept = True
-        expected.came(awaited=looks > 0, slept=slept)
 
     def _wait(self, ready: select.poll) -> None:
         left = self._deadline - time.monotonic()
