@@ -37,7 +37,7 @@ class Phases:
         self._before = self._read()
 
     def means(self) -> dict[str, float]:
-        """Seconds by phase, and of a `request` over a region's lease; 0 where nothing was counted."""
+        """Seconds by phase, and of a `request` past gRPC; 0 where nothing was counted."""
         now, before = self._read(), self._before
         self._before = now
         found = {}
