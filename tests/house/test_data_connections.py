@@ -197,7 +197,7 @@ def test_after_a_fork_the_child_has_connections_of_its_own(
 ) -> None:
     check(client, alone, 3, 1, lane=0)
     (link,) = client._core.lanes._links.values()
-    kept = link._data._idle[-1]
+    _, kept = link._data._idle[-1]
     mine, child = os.pipe(), os.fork()
     if not child:
         os.write(mine[1], b"-" if kept.fresh else b"+")

@@ -49,7 +49,8 @@ OPEN_SECONDS = 1.0
 AGAIN_SECONDS = 30.0
 """After a connection could not be opened, until it is tried again."""
 
-MOST_IDLE = 32
+MOST_IDLE, IDLE_SECONDS = 32, 60.0
+"""Connections that a client keeps for further calls to a lane, and for how long."""
 
 Buffers = list[memoryview]
 
@@ -280,7 +281,7 @@ class DataConnections:
         """
         self._host = address.rpartition(":")[0].strip("[]")
         self._ask = ask
-        self._idle = deque[DataConnection]()
+        self._idle = deque[tuple[float, DataConnection]]()  # with since when
         self._again = float("inf") if encrypted else 0.0  # when one may be opened
         self._closed = False
 
@@ -293,10 +294,10 @@ class DataConnections:
         """One that nobody uses, or a new one; None where calls go by gRPC."""
         while self._idle:
             try:
-                found = self._idle.pop()
+                since, found = self._idle.pop()
             except IndexError:  # another thread has it
                 break
-            if found.fresh:
+            if found.fresh and since > time.monotonic() - IDLE_SECONDS:
                 return found
             found.close()
         if self._closed or time.monotonic() < self._again:
@@ -317,14 +318,23 @@ class DataConnections:
         if self._closed or len(self._idle) >= MOST_IDLE:
             connection.close()
         else:
-            self._idle.append(connection)
+            self._idle.append((time.monotonic(), connection))
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Closes what nobody has used for long: a lane has so many connections."""
+        try:
+            while self._idle[0][0] < time.monotonic() - IDLE_SECONDS:
+                self._idle.popleft()[1].close()
+        except IndexError:  # another thread has it
+            pass
 
     def close(self) -> None:
         """Closes the idle ones, and those that come back later."""
         self._closed = True
         while self._idle:
             try:
-                self._idle.pop().close()
+                self._idle.pop()[1].close()
             except IndexError:
                 break
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 
 from moeserve.proto import moe_pb2
@@ -17,8 +18,9 @@ log = logging.getLogger(__name__)
 class ConnectionRegion:
     """One connection's; made when rows come, and as large as its largest call needs."""
 
-    def __init__(self, regions: Regions, peer: str) -> None:
-        self._regions, self._peer = regions, peer
+    def __init__(self, regions: Regions, rooms: threading.BoundedSemaphore) -> None:
+        """rooms: of which each region takes one. Half of the bytes that regions may have stay others'."""
+        self._regions, self._rooms = regions, rooms
         self._name = ""
         self._hold: Hold | None = None
 
@@ -32,13 +34,24 @@ class ConnectionRegion:
         needed = 2 * aligned(nbytes)
         if self._hold is None or self._hold.memory.nbytes < needed:
             self.close()
-            try:
-                self._name, size = self._regions.create(region_size(needed), self._peer, own=True)
-            except RegionLimit as full:
-                log.debug("rows of a data connection lie in no region: %s", full)
+            if not self._make(region_size(needed)):
                 return fresh_room(nbytes)
-            self._hold = self._regions.hold(self._name, 0, size)
+        assert self._hold is not None
         return self._hold.memory[:nbytes]
+
+    def _make(self, size: int) -> bool:
+        """Whether there is room for one of so many bytes; it is made then."""
+        regions, rooms = self._regions, self._rooms
+        if 2 * (regions.bytes + size) > regions.limits.max_bytes or not rooms.acquire(blocking=False):
+            return False
+        try:
+            self._name, size = regions.create(size, own=True)
+            self._hold = regions.hold(self._name, 0, size)
+        except (RegionLimit, UnknownRegion) as full:  # others have taken the rest meanwhile, or it closes
+            rooms.release()
+            log.debug("rows of a data connection lie in no region: %s", full)
+            return False
+        return True
 
     def place(self, request: moe_pb2.ForwardRequest, rows: memoryview) -> None:
         """Says in a request where its rows are, and where their answer is to be."""
@@ -61,5 +74,6 @@ class ConnectionRegion:
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.close()
+            self._rooms.release()
             with suppress(UnknownRegion):  # the rank's regions are closed
                 self._regions.release(self._name)

@@ -48,8 +48,6 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 5.0
 """For a caller to connect with the secret that it got, and to send it once it has connected."""
 
-MOST_SECRETS = 1024
-
 ASIDE_BYTES = 1 << 18
 """Answers from this size on are sent by the connection's thread: who ends calls has others to end."""
 
@@ -88,7 +86,9 @@ class Late(OSError):
 
 
 class DataConnections:
-    """Listens at a port of its own of `host`. What callers hold counts in the door's `admission`."""
+    """Listens at a port of its own of `host`. What callers hold counts in the door's `admission`; there are as
+    many connections at most as streams may be, beside those.
+    """
 
     def __init__(
         self, host: str, door: Begins, regions: Regions, admission: Admission, most_bytes: int
@@ -99,6 +99,9 @@ class DataConnections:
         self.port: int = listener.getsockname()[1]
         self._secrets: dict[bytes, tuple[str, float]] = {}  # of whom, and until when
         self._there = set[_DataConnection]()
+        self.rooms = threading.BoundedSemaphore(
+            max(1, regions.limits.max_regions // 2)
+        )  # the rest is others'
         self._lock = threading.Lock()
         self._closed = False
         self._acceptor = Acceptor(listener, "data", self._serve)
@@ -110,8 +113,9 @@ class DataConnections:
         with self._lock:
             for old in [old for old, (_, until) in self._secrets.items() if until < now]:
                 del self._secrets[old]
-            if len(self._secrets) >= MOST_SECRETS:
-                text = f"{MOST_SECRETS} connections were offered, and are yet to come"
+            there, most = len(self._there) + len(self._secrets), self.admission.limits.streams
+            if there >= most:
+                text = f"{there} data connections are there or to come; as many as server.max_streams allows"
                 raise LaneFull(text, pushback(1))
             self._secrets[secret] = peer, now + HELLO_SECONDS
         return moe_pb2.OpenDataConnectionReply(port=self.port, secret=secret)
@@ -141,13 +145,9 @@ class DataConnections:
         try:
             with connection:
                 peer = self._let_in(connection)
-                opened = self.admission.open_stream()
-                try:
-                    guest.known()
-                    self._take_calls(connection, peer)
-                finally:
-                    opened()
-        except (OSError, LaneFull, ValueError) as error:
+                guest.known()
+                self._take_calls(connection, peer)
+        except (OSError, ValueError) as error:
             log.info("a data connection of %s ends: %s", guest.peer, clipped(str(error)))
 
     def _let_in(self, connection: socket.socket) -> str:
@@ -159,7 +159,7 @@ class DataConnections:
             if not more:
                 raise ConnectionRefusedError("it showed no secret")
             shown += more
-        with self._lock:  # a dict finds a secret by its hash, and is not asked for one that is nearly right
+        with self._lock:  # a dict finds a secret by its hash, which does not tell how nearly one is right
             peer, until = self._secrets.pop(shown, ("", 0.0))
         if until < time.monotonic():
             raise ConnectionRefusedError("it showed no secret that was given for a connection")
@@ -199,7 +199,7 @@ class _DataConnection:
         self._answering = False  # an answer is not sent whole
         self._left: Buffers = []  # of an answer that is to be sent by this connection's thread
         self._ending = False
-        self._region = ConnectionRegion(of.regions, peer)
+        self._region = ConnectionRegion(of.regions, of.rooms)
         self._lock = threading.Lock()
 
     @property
@@ -322,14 +322,11 @@ class _DataConnection:
             left, self._left = self._left, []
         until = time.monotonic() + self._limits.unread_seconds
         while left:
-            before = sum(part.nbytes for part in left)
             left = sent_of(self._connection, left)
             if self._ending:
                 return
-            if sum(part.nbytes for part in left) < before:
-                until = time.monotonic() + self._limits.unread_seconds
-            elif left:
-                self._wait(self._writable, until, "its caller takes no reply within server.unread_seconds")
+            if left:
+                self._wait(self._writable, until, "its caller took no reply within server.unread_seconds")
         self._answering = False
 
     def _wait(self, ready: select.poll, until: float, why: str) -> None:
