@@ -86,8 +86,8 @@ class Late(OSError):
 
 
 class DataConnections:
-    """Listens at a port of its own of `host`. What callers hold counts in the door's `admission`; there are as
-    many connections at most as streams may be, beside those.
+    """Listens at a port of its own of `host`. What callers hold counts in the door's `admission`; there are
+    as many connections at most as streams may be, beside those.
     """
 
     def __init__(
@@ -99,9 +99,8 @@ class DataConnections:
         self.port: int = listener.getsockname()[1]
         self._secrets: dict[bytes, tuple[str, float]] = {}  # of whom, and until when
         self._there = set[_DataConnection]()
-        self.rooms = threading.BoundedSemaphore(
-            max(1, regions.limits.max_regions // 2)
-        )  # the rest is others'
+        # of regions; the rest is others'
+        self.rooms = threading.BoundedSemaphore(max(1, regions.limits.max_regions // 2))
         self._lock = threading.Lock()
         self._closed = False
         self._acceptor = Acceptor(listener, "data", self._serve)
