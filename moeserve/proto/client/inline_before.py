@@ -128,9 +128,10 @@ class InlineBefore:
         """Takes note of a call that was answered, where the next one may be a copy of it."""
         if topology is None or call.batch.placed or (key := _key(batch, options)) is None:
             return
-        parts = call.parts(topology)
         nbytes, host = call.batch.hidden.spec.nbytes, host_id()
-        if len(parts) > 1 or any(shares(call.transport, nbytes, one, host) for one in topology.lanes):
+        if any(shares(call.transport, nbytes, one, host) for one in topology.lanes):
+            return
+        if len(parts := call.parts(topology)) > 1:
             return
         rows = InlineRows(call.batch.hidden)
         rows.carry(0)

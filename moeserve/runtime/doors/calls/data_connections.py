@@ -274,11 +274,11 @@ class _DataConnection:
         return True
 
     def _begin(self, request: moe_pb2.ForwardRequest, leave: Callable[[], None]) -> None:
-        door, begun = self._of.door, threading.Event()
+        door, over = self._of.door, list[bool]()  # not empty once the call has ended
         started = Started(door.leave)
 
         def ended(reply: moe_pb2.ForwardStreamReply) -> None:
-            begun.set()
+            over.append(True)
             leave()
             self._answer(reply)
 
@@ -287,11 +287,11 @@ class _DataConnection:
         try:
             started.take(door.begin(request, ended, self._peer, DATA_CONNECTION))
         except BaseException:
-            if not begun.is_set():
+            if not over:
                 leave()
             raise
         with self._lock:
-            if not begun.is_set():
+            if not over:
                 self._call = started
 
     def _refuse(self, job_id: str, error: Exception) -> None:
