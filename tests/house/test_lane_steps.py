@@ -13,7 +13,7 @@ from lane_calls import CLOSE, Ordinary, check, line_of
 
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import InvalidArgument, MoeError, Unavailable
-from moeserve.proto.passes import answers, lane_client, refusals
+from moeserve.proto.passes import answers, called_lane, lane_client, refusals
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.passes.running import Pass
@@ -51,8 +51,9 @@ def stepped(house: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[La
 
 
 def test_a_call_of_many_rows_is_several_steps_of_one_pass(
-    stepped: LaneClient, alone: Alone, ordinary: Ordinary
+    stepped: LaneClient, alone: Alone, ordinary: Ordinary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(called_lane, "REST_SECONDS", -1.0)  # a test may be fast: no longer pass is begun
     check(stepped, alone, 0, 12, seed=1)
     assert line_of(stepped).lane.wanted.stages == 2
     for turn in range(10):
