@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 import torch
 from houses import Alone, house_config
 from keyed import Keyring, code_of
+from lane_calls import in_threads
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import Choice, Logits, MoeClient
@@ -153,21 +153,11 @@ def test_lanes_without_connections_take_turns_too(
 def test_threads_have_connections_of_their_own_and_keep_them(
     house: LocalCluster, client: MoeClient, alone: Alone
 ) -> None:
-    failed = list[BaseException]()
-
     def call(number: int) -> None:
-        try:
-            for turn in range(20):
-                check(client, alone, 1 + (number + turn) % 40, number + turn, lane=turn % 2)
-        except BaseException as error:
-            failed.append(error)
+        for turn in range(20):
+            check(client, alone, 1 + (number + turn) % 40, number + turn, lane=turn % 2)
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed and not any(thread.is_alive() for thread in threads)
+    in_threads(6, call)
     for link in client._core.lanes._links.values():
         assert 1 <= len(link._data._idle) <= 6
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from houses import Alone, house_config
-from lane_calls import CLOSE, Ordinary, line_of
+from lane_calls import CLOSE, Ordinary, in_threads, line_of
 
 from moeserve.proto.passes import called_lane, lane_client
 from moeserve.proto.passes import mailbox as m
@@ -190,21 +189,11 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def test_threads_hold_answers_of_one_lane(client: LaneClient, alone: Alone, ordinary: Ordinary) -> None:
-    failed = list[BaseException]()
-
     def call(number: int) -> None:
-        try:
-            held = list[tuple[torch.Tensor, torch.Tensor]]()
-            for turn in range(12):
-                held = [*held[-2:], asked(client, alone, 1 + turn % 5, 100 * number + turn)]
-                for found, wanted in held:
-                    torch.testing.assert_close(found, wanted, **CLOSE)
-        except BaseException as error:
-            failed.append(error)
+        held = list[tuple[torch.Tensor, torch.Tensor]]()
+        for turn in range(12):
+            held = [*held[-2:], asked(client, alone, 1 + turn % 5, 100 * number + turn)]
+            for found, wanted in held:
+                torch.testing.assert_close(found, wanted, **CLOSE)
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed and not any(thread.is_alive() for thread in threads)
+    in_threads(4, call)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +18,7 @@ import pytest
 import torch
 from failures import stand_still
 from houses import Alone, house_config
-from lane_calls import CLOSE, Ordinary, check, line_of
+from lane_calls import CLOSE, Ordinary, check, in_threads, line_of
 
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
@@ -320,22 +319,14 @@ def test_who_wants_messages_has_them(house: LocalCluster, alone: Alone, ordinary
 
 
 def test_threads_share_lanes(house: LocalCluster, alone: Alone) -> None:
-    failed: list[BaseException] = []
     with LaneClient(house.address, timeout=20.0, lane=0, lanes=2) as client:
 
         def call(number: int) -> None:
-            try:
-                for turn in range(15):
-                    check(client, alone, turn % 2, number + 1, seed=100 * number + turn)
-            except BaseException as error:
-                failed.append(error)
+            for turn in range(15):
+                check(client, alone, turn % 2, number + 1, seed=100 * number + turn)
 
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not failed and len(client._lines) == len(client._idle) <= 2
+        in_threads(4, call)
+        assert len(client._lines) == len(client._idle) <= 2
     with ExitStack() as stack:
         for at in range(LANES):  # all are free again
             wanted = Wanted(f"later-{at}", dtype="fp32", rows=4, rank=0, timeout=15.0)

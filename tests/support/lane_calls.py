@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -31,6 +33,13 @@ class Ordinary:
 def check(client: LaneClient, alone: Alone, layer: int, rows: int, seed: int) -> None:
     batch = alone.batch(rows, seed=seed)
     torch.testing.assert_close(client.forward(layer, *batch), alone.forward(layer, *batch), **CLOSE)
+
+
+def in_threads(count: int, call: Callable[[int], object]) -> None:
+    """Calls `call` in so many threads at once, each with its number. Raises the first's error."""
+    with ThreadPoolExecutor(count) as pool:
+        for _ in pool.map(call, range(count), timeout=60.0):
+            pass
 
 
 def line_of(client: LaneClient) -> Any:

@@ -12,7 +12,8 @@ from grpc_reflection.v1alpha import reflection
 from moeserve.proto.channel import server_options
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.calling import Calling
-from moeserve.runtime.doors.calls.data_connections import Begins, DataConnections, Offer
+from moeserve.runtime.doors.calls.data_connections import DataConnections, Offer
+from moeserve.runtime.doors.calls.lane_stream import Begins
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health

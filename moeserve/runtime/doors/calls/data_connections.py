@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -35,13 +34,12 @@ from moeserve.proto.transports.data_connections import (
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_region import ConnectionRegion
-from moeserve.runtime.doors.calls.lane_stream import Started
+from moeserve.runtime.doors.calls.lane_stream import Begins, Started
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.payloads.wake import Wake
 from moeserve.runtime.errors import LaneFull, pushback
-from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
 log = logging.getLogger(__name__)
 
@@ -63,22 +61,6 @@ DATA_CONNECTION = "DataConnection"
 
 REST_SECONDS = 10.0
 """Without a call, after which a connection gives its region back."""
-
-
-class Begins(Protocol):
-    """What connections need of their door."""
-
-    def begin(
-        self,
-        request: moe_pb2.ForwardRequest,
-        ended: Callable[[moe_pb2.ForwardStreamReply], None],
-        peer: str,
-        method: str,
-    ) -> LaneCall | None:
-        """Starts a request of `peer`; `ended` gets its reply. None for one that has ended already."""
-
-    def leave(self, call: LaneCall) -> None:
-        """Its caller is gone."""
 
 
 class Late(OSError):

@@ -16,15 +16,19 @@ log = logging.getLogger(__name__)
 
 
 class Begins(Protocol):
-    """What a stream needs of its door."""
+    """What calls that come as messages need of their door."""
 
     def begin(
         self,
         request: moe_pb2.ForwardRequest,
         ended: Callable[[moe_pb2.ForwardStreamReply], None],
         peer: str,
+        method: str = "ForwardStream",
     ) -> LaneCall | None:
-        """Starts a request of `peer`; `ended` gets its reply. None for one that has ended already."""
+        """Starts a request of `peer`; `ended` gets its reply. None for one that has ended already.
+
+        method: as metrics name it.
+        """
 
     def leave(self, call: LaneCall) -> None:
         """Its caller is gone."""

@@ -9,38 +9,25 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
-from moeserve.runtime.doors.calls.lane_stream import Started
+from moeserve.runtime.doors.calls.lane_stream import Begins, Started
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.errors import LaneFull, pushback
-from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
 log = logging.getLogger(__name__)
 
 
-class Begins(Protocol):
+class BeginsAside(Begins, Protocol):
     """What they need of their door."""
-
-    def begin(
-        self,
-        request: moe_pb2.ForwardRequest,
-        ended: Callable[[moe_pb2.ForwardStreamReply], None],
-        peer: str,
-        method: str,
-    ) -> LaneCall | None:
-        """Starts a request of `peer`; `ended` gets its reply. None for one that has ended already."""
 
     def aside(self, request: moe_pb2.ForwardRequest, begin: Callable[[], None]) -> None:
         """Begins a call by another thread where that takes long."""
-
-    def leave(self, call: LaneCall) -> None:
-        """Its caller is gone."""
 
 
 class LeaseCalls:
     """Those of one door. A lease has one call under way."""
 
-    def __init__(self, door: Begins) -> None:
+    def __init__(self, door: BeginsAside) -> None:
         self._door = door
         self._leases: dict[Callable[[bytes], None], Started] = {}  # the call under way of each, by its answer
 
