@@ -49,9 +49,9 @@ class DeviceLane(HandedLane):
         self.steps: HostSteps | None = None
         self.peer = ""  # who its caller is
         self._begin = begin
-        # of each stage's last rows: how many they are, with the buffer of their answer; and where both are,
-        # if they are begun with others'
-        self._places: dict[int, tuple[int, int, Places | None]] = {}
+        # of a stage's last rows with their answer in a buffer: how many they are, and where both are, if they
+        # are begun with others'
+        self._places: dict[tuple[int, int], tuple[int, Places | None]] = {}
         stages = range(memory.layout.stages)
         self._heads = [memory.layout.header(stage) for stage in stages]
         self._answers = [memory.layout.answer_header(stage) for stage in stages]
@@ -264,11 +264,11 @@ class DeviceLane(HandedLane):
         layer, count, kind, buffer = header
         if self.steps is None or kind != m.CHOICE or not count:
             return None
-        known = self._places.get(at)
-        if known is None or known[:2] != (count, buffer):
+        known = self._places.get((at, buffer))
+        if known is None or known[0] != count:
             found = Places.of(self.memory.layout, self.memory.held, at, count, buffer)
-            known = self._places[at] = count, buffer, found if self.steps.takes(found) else None
-        if (places := known[2]) is None:
+            known = self._places[at, buffer] = count, found if self.steps.takes(found) else None
+        if (places := known[1]) is None:
             return None
         with self._lock:
             self._lent += 1
