@@ -9,6 +9,8 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from moeserve.runtime.launch import openmp
+
 
 class BareStep:
     """Rank processes that step when they are told to."""
@@ -23,9 +25,10 @@ class BareStep:
             context.Process(target=_rank, args=((rank, ranks), checkpoint, rows, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
-            process.start()
-            theirs.close()
+        with openmp.for_ranks():
+            for process, (_, theirs) in zip(self._processes, pipes, strict=True):
+                process.start()
+                theirs.close()
 
     def run(self, calls: int, pause: float) -> list[float]:
         """Seconds of each of `calls` steps on rank 0, which alone brings rows.

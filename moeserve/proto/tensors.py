@@ -70,6 +70,11 @@ _BY_TORCH_NAME = {f"torch.{dtype.torch_name}": dtype for dtype in DTYPES}
 _BY_NUMPY_NAME = {dtype.torch_name: dtype for dtype in DTYPES}
 
 
+def of_torch(name: str) -> DType:
+    """The dtype that torch calls so, such as `torch.bfloat16`. KeyError where the contract has none."""
+    return _BY_TORCH_NAME[name]
+
+
 def known(field: str, name: str) -> DType:
     """The dtype called `name` (`bf16`); TensorError when there is none."""
     if name not in _BY_NAME:

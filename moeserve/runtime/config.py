@@ -119,6 +119,7 @@ class Config:
         one_of("balance.replica_choice", self.balance.replica_choice, tuple(REPLICA_CHOICES))
         one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
         one_of("passes.host_ahead", self.passes.host_ahead, HOST_AHEAD)
+        one_of("passes.connections", self.passes.connections, HOST_AHEAD)
         one_of("plan.measure", self.plan.measure, MEASURES)
         one_of("step.on_late", self.step.on_late, (FAIL, DROP))
         one_of("log.level", self.log.level, LOG_LEVELS)

@@ -190,7 +190,9 @@ class MembersConfig:
 
 
 HOST_AHEAD = ("auto", "always", "never")
-"""Values of `passes.host_ahead`; auto: while no other process computes on the rank's GPU."""
+"""Values of `passes.host_ahead`; auto: while no other process computes on the rank's GPU. And of
+`passes.connections`; auto: where lanes' steps are launched ahead.
+"""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class PassesConfig:
     graph_steps: int = 4096  # that a GPU rank keeps recorded, over all runs of passes; 0: none is recorded
     short_rows: int = 0  # of a step that overtakes larger ones, of a GPU rank that is alone; 0: none does
     host_ahead: str = "auto"  # steps of a lone caller with rows in host memory are launched ahead, too
+    connections: str = "auto"  # calls of data connections go over device lanes of their rank
     share_gpu: bool = False  # processes may share a GPU: a caller's and a rank's, and ranks; they take turns
 
 

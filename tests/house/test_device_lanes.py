@@ -181,7 +181,7 @@ def test_lanes_are_listed_without_their_secrets(house: LocalCluster, alone: Alon
         found = listed(house)["shown"]
         assert (found.rows, found.stages, found.passes, found.steps, found.ended) == (8, 2, 1, 4, "ok")
         assert found.bytes == lane.layout.mailbox_bytes + lane.layout.answers_bytes
-        assert lane._name not in str(found)
+        assert lane.regions[0] not in str(found)
     assert "shown" not in listed(house)
 
 
@@ -343,7 +343,7 @@ def test_another_s_mailbox_cannot_be_detached_or_used(house: LocalCluster, alone
         lanes = {found.rank: found.address for found in client.topology().lanes}
         with grpc.insecure_channel(lanes[0]) as channel:
             stub = moe_pb2_grpc.DeviceLaneServiceStub(channel)
-            public = lane._name.rpartition("-")[0]
+            public = lane.regions[0].rpartition("-")[0]
             for name in (public, "", public + "-" + "0" * 32):
                 with pytest.raises(grpc.RpcError) as raised:
                     stub.DetachLane(moe_pb2.DetachLaneRequest(mailbox=name))

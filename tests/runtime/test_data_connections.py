@@ -23,7 +23,7 @@ from moeserve.proto.transports.data_connections import (
     SECRET_BYTES,
     DataConnection,
 )
-from moeserve.runtime.doors.calls import data_connections
+from moeserve.runtime.doors.calls import data_connection, data_connections
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.data_connections import DataConnections
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
@@ -207,7 +207,7 @@ def test_so_many_connections_are_open_as_streams_may_be(there: DataConnections) 
     made = [opened(there) for _ in range(3)]
     with pytest.raises(LaneFull, match=r"3 data connections .* server\.max_streams"):
         opened(there)
-    there.admission.open_stream()()  # streams have their own
+    there._terms.admission.open_stream()()  # streams have their own
     made[0].close()
     assert until(lambda: len(there._there) == 2)
     made[0] = opened(there)
@@ -358,7 +358,7 @@ def test_a_door_that_fails_ends_the_connection_alone(
     connection.send(job(), 5.0)
     with pytest.raises(Unavailable, match="connection"):
         connection.receive()
-    assert until(lambda: "so it is" in caplog.text and there.admission.held == (0, 0, 0))
+    assert until(lambda: "so it is" in caplog.text and there._terms.admission.held == (0, 0, 0))
     door.fails = None
     again = opened(there)
     again.send(job(), 5.0)
@@ -419,7 +419,7 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
 def test_rows_lie_in_one_region_which_is_given_back_after_a_while(
     there: DataConnections, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_connections, "REST_SECONDS", 0.05)
+    monkeypatch.setattr(data_connection, "REST_SECONDS", 0.05)
     connection = opened(there)
     for count in (5000, 9000, 200_000, 7000):
         connection.send(rows(count), 5.0)

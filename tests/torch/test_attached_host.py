@@ -26,6 +26,7 @@ from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
+from moeserve.runtime.doors.calls.connection_lane import FEWEST_CALLS
 from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import MoeExperts, Settings, connect
@@ -94,6 +95,23 @@ def test_answers_have_the_bits_of_a_call(house: LocalCluster, alone: Alone, rows
         for (_, one), answer in zip(given, wanted, strict=True):
             assert torch.equal(step(run, one), answer)
     assert calls_of(house) == before, "no step was a call"
+
+
+def test_inline_calls_are_launched_ahead_too(house: LocalCluster, alone: Alone) -> None:
+    given = [
+        (layer, batch(alone, rows, seed=turn, device="cpu"))
+        for turn, rows in enumerate([64] * 12 + [500] * 4 + [64] * 4)
+        for layer in LAYERS
+    ]
+    wanted = right(house, given)
+    rested()
+    with MoeClient(house.address, timeout=SECONDS, transport="inline") as client:
+        for at, ((layer, rows), answer) in enumerate(zip(given, wanted, strict=True)):
+            assert torch.equal(client.forward(layer, *rows), answer)
+            if at == 2 * FEWEST_CALLS:
+                rested()  # the first calls, which went another way, are company no more
+                before = calls_of(house)
+        assert calls_of(house) == before, "no step was a call"
 
 
 def test_rows_of_any_number_and_none_are_answered(house: LocalCluster, alone: Alone) -> None:

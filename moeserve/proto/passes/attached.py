@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Protocol
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
@@ -69,10 +70,59 @@ class Wanted:
             raise ValueError(f"spin={self.spin} must be 0 to {MOST_AWAKE:g} seconds")
 
 
+class Way(Protocol):
+    """How a lane's caller reaches its rank for all that is no step."""
+
+    def detach(self, mailbox: str, seconds: float) -> None:
+        """Has the rank end the lane of this mailbox, and waits so long for its answer. It never fails."""
+
+    def close(self) -> None:
+        """It is not needed any more."""
+
+
+class _Link:
+    """By gRPC."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._stub = moe_pb2_grpc.DeviceLaneServiceStub(link.channel)  # type: ignore[no-untyped-call]
+
+    def attach(self, wanted: Wanted) -> moe_pb2.AttachLaneReply:
+        made: moe_pb2.AttachLaneReply = self._link.unary(
+            self._stub.AttachLane, request_for(wanted), wanted.timeout
+        )
+        return made
+
+    def detach(self, mailbox: str, seconds: float) -> None:
+        with suppress(MoeError):  # the rank sees that the leases end
+            self._link.unary(self._stub.DetachLane, moe_pb2.DetachLaneRequest(mailbox=mailbox), seconds)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def request_for(wanted: Wanted) -> moe_pb2.AttachLaneRequest:
+    """What a rank is asked."""
+    return moe_pb2.AttachLaneRequest(
+        model=wanted.model,
+        name=wanted.name,
+        device=wanted.device,
+        dtype=known("dtype", wanted.dtype).code,
+        rows=wanted.rows,
+        stages=wanted.stages,
+        answers_handle=wanted.answers_handle,
+        rows_wire=wanted.rows_wire,
+        answer_buffers=wanted.buffers,
+    )
+
+
 class AttachedLane:
     """A device lane. One thread uses it; one pass runs on it at a time. `close` detaches it."""
 
-    def __init__(self, link: Link, wanted: Wanted, made: moe_pb2.AttachLaneReply) -> None:
+    def __init__(self, way: Way, wanted: Wanted, made: moe_pb2.AttachLaneReply) -> None:
+        """made: what the rank has answered to `request_for(wanted)`. Raises MoeError where it does not hand
+        the lane's memory over; then the lane is not detached.
+        """
         self.wanted = wanted
         self.layers = tuple(made.layers)  # that passes may name
         self.patience = made.patience_seconds
@@ -83,7 +133,8 @@ class AttachedLane:
         rows = wanted.rows if wanted.device == "cpu" else 1  # of a GPU's, only words lie in host memory
         self.layout = MailboxLayout.of((rows, wanted.stages), self.sizes, wanted.dtype, wanted.buffers)
         self.memory = LaneMemory(self.layout, made)
-        self._link, self._name = link, made.mailbox
+        self._way = way
+        self.regions = made.mailbox, made.answers  # of the rank, by their whole names
         self.number = 0  # of the last pass
         self._detached = False
         self._running: Pass | None = None
@@ -99,7 +150,7 @@ class AttachedLane:
         """
         lanes = _lanes_of(address, wanted)
         for lane in lanes:
-            link = Link(lane.address, MAX_MESSAGE_BYTES, wanted.credentials)
+            link = _Link(Link(lane.address, MAX_MESSAGE_BYTES, wanted.credentials))
             try:
                 return cls._attached(link, wanted)
             except BaseException as failed:
@@ -110,25 +161,12 @@ class AttachedLane:
         raise AssertionError("there is always a lane to try")
 
     @classmethod
-    def _attached(cls, link: Link, wanted: Wanted) -> AttachedLane:
-        stub = moe_pb2_grpc.DeviceLaneServiceStub(link.channel)  # type: ignore[no-untyped-call]
-        request = moe_pb2.AttachLaneRequest(
-            model=wanted.model,
-            name=wanted.name,
-            device=wanted.device,
-            dtype=known("dtype", wanted.dtype).code,
-            rows=wanted.rows,
-            stages=wanted.stages,
-            answers_handle=wanted.answers_handle,
-            rows_wire=wanted.rows_wire,
-            answer_buffers=wanted.buffers,
-        )
-        made = link.unary(stub.AttachLane, request, wanted.timeout)
+    def _attached(cls, link: _Link, wanted: Wanted) -> AttachedLane:
+        made = link.attach(wanted)
         try:
             return cls(link, wanted, made)
         except BaseException:  # the name is free again at once
-            with suppress(MoeError):
-                link.unary(stub.DetachLane, moe_pb2.DetachLaneRequest(mailbox=made.mailbox), DETACH_SECONDS)
+            link.detach(made.mailbox, DETACH_SECONDS)
             raise
 
     @property
@@ -193,18 +231,14 @@ class AttachedLane:
         if self._detached:
             return
         self._detached = True
-        if seconds <= 0:
-            return
-        stub = moe_pb2_grpc.DeviceLaneServiceStub(self._link.channel)  # type: ignore[no-untyped-call]
-        request = moe_pb2.DetachLaneRequest(mailbox=self._name)
-        with suppress(MoeError):  # the rank sees that the leases end
-            self._link.unary(stub.DetachLane, request, seconds)
+        if seconds > 0:
+            self._way.detach(self.regions[0], seconds)
 
     def close(self, seconds: float = DETACH_SECONDS) -> None:
         """Detaches the lane as `detach` does, and unmaps its memory."""
         self.detach(seconds)
         self.memory.close()
-        self._link.close()
+        self._way.close()
 
     def __enter__(self) -> AttachedLane:
         return self

@@ -79,6 +79,10 @@ def fresh_room(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data
 
 
+def _any_room(message: bytes, nbytes: int) -> memoryview:
+    return fresh_room(nbytes)
+
+
 class FrameReader:
     """Reads one frame after the other of a connection that does not block. `wait` returns when there is more
     to read, or raises.
@@ -111,9 +115,11 @@ class FrameReader:
         self,
         header: tuple[int, int, int],
         wait: Callable[[], object],
-        room: Callable[[int], memoryview] = fresh_room,
+        room: Callable[[bytes, int], memoryview] = _any_room,
     ) -> tuple[bytes, memoryview | None]:
-        """The message, and the data, in memory that `room` gives for so many bytes. Raises OSError."""
+        """The message, and the data, in memory that `room` gives for so many bytes behind that message.
+        Raises OSError.
+        """
         came, size, more = header
         there = self._first[HEADER.size : came]
         if len(there) >= size:
@@ -126,7 +132,7 @@ class FrameReader:
             message, there = bytes(whole), there[:0]
         if not more:
             return message, None
-        data = room(more)
+        data = room(message, more)
         data[: len(there)] = there
         self._fill(data[len(there) :], wait)
         return message, data

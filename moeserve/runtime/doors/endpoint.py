@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from moeserve.proto.channel import server_options
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.calling import Calling
+from moeserve.runtime.doors.calls.connection_lane import OwnLanes
 from moeserve.runtime.doors.calls.data_connections import DataConnections, Offer
 from moeserve.runtime.doors.calls.lane_stream import Begins
 from moeserve.runtime.doors.contract import Servicers, register
@@ -92,13 +93,15 @@ class Endpoint:
         self._server.start()
         return f"{host}:{bound}"
 
-    def data_connections(self, host: str, door: Begins, regions: Regions) -> Offer | None:
+    def data_connections(
+        self, host: str, door: Begins, regions: Regions, lanes: OwnLanes | None = None
+    ) -> Offer | None:
         """Takes calls of `door` over TCP connections of `host`, too; returns what offers one to a caller, and
-        None where callers use TLS, which these do not. Raises OSError.
+        None where callers use TLS, which these do not. lanes: over which calls may go. Raises OSError.
         """
         if self._keys.encrypts:
             return None
-        self._data = DataConnections(host, door, regions, self._admission, self._most_bytes)
+        self._data = DataConnections(host, door, regions, self._admission, self._most_bytes, lanes)
         return self._data.offer
 
     def set_serving(self, *, serving: bool) -> None:

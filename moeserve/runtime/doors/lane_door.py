@@ -15,7 +15,8 @@ import grpc
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.host import usable_cores
 from moeserve.proto.transports.carried import Carried
-from moeserve.runtime.doors.calls.data_connections import DATA_CONNECTION, Offer
+from moeserve.runtime.doors.calls.data_connection import DATA_CONNECTION
+from moeserve.runtime.doors.calls.data_connections import Offer
 from moeserve.runtime.doors.calls.lane_stream import LaneStream, Started
 from moeserve.runtime.doors.calls.lease_calls import LeaseCalls
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits

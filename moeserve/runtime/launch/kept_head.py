@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
@@ -18,6 +19,7 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.keys.sockets import hold_port
+from moeserve.runtime.launch import openmp
 from moeserve.runtime.launch.head_child import (
     CannotStart,
     Fail,
@@ -49,10 +51,12 @@ AWAY = Now("forming", "the head has ended, and is started again", {}, (), None)
 def warm_processes(imported: Sequence[str]) -> ForkServerContext:
     """Where a service's processes come from: one that has imported these modules, those that are installed.
 
-    They have the environment of the first use here.
+    They have the environment of the first use here, and `openmp.environment`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imported))
+    with openmp.for_ranks():
+        forkserver.ensure_running()
     return context
 
 

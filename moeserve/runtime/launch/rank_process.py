@@ -233,7 +233,10 @@ class _RankProcess:
         self.member.on_serving = self._serving
         self.member.on_layers = self._layers_open
         if config.server.data_connections:
-            door.offer_connection = self._endpoint.data_connections(spec.host, door, self._regions)
+            own = self._device_lanes.for_connections(
+                config.passes.connections, door, served.dtype, self._telemetry.request
+            )
+            door.offer_connection = self._endpoint.data_connections(spec.host, door, self._regions, own)
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
         self.member.changes.on_epoch = self._epoch_adopted
         self.member.on_log_levels = logs.set_levels

@@ -9,10 +9,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from moeserve.proto import moe_pb2
 from moeserve.proto.host import sleep_finely
 from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.proto.tensors import of_torch
+from moeserve.runtime.doors.calls.connection_lane import OwnLanes
+from moeserve.runtime.doors.deadlines import Observe
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
+from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.passes.announced import (
     AnnouncedLane,
     LaneMemory,
@@ -188,6 +194,30 @@ class DeviceLanes:
             self._leaves(attached)
             self._tell_thread()
         self._leave(attached, "it was detached")
+
+    def for_connections(
+        self, which: str, door: LaneDoor, dtype: torch.dtype, observe: Observe
+    ) -> OwnLanes | None:
+        """What data connections of this rank may have of its lanes. which: as `passes.connections` has it;
+        by `auto` none where no step is launched before its rows: they would save nothing.
+        """
+        if which == "never" or (which == "auto" and self.looking.mail is None):
+            return None
+        model, limits = self._model, self._limits
+        return OwnLanes(
+            self.attach,
+            self.detach,
+            model.name,
+            frozenset(model.layers),
+            (model.hidden, model.experts, model.top_k),
+            of_torch(str(dtype)).name,
+            limits.rows,
+            self._regions,
+            threading.BoundedSemaphore(limits.lanes // 2),
+            lambda: door.stopping,
+            observe,
+            launched=which == "auto",
+        )
 
     def attached(self) -> list[moe_pb2.DeviceLaneInfo]:
         """The lanes that are attached, the oldest first."""

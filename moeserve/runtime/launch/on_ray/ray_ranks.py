@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.launch import openmp
 from moeserve.runtime.launch.head_process import Head
 from moeserve.runtime.launch.on_ray.niceness import workers_environment
 from moeserve.runtime.launch.on_ray.node_watches import Looks, NodeWatches, first_line, is_ready
@@ -67,7 +69,7 @@ class RankActors:
         self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
         self._last: dict[int, _Actor] = {}  # by rank: the one that ended last
         cluster, ranks = config.cluster, config.parallel.mesh.ranks
-        self._niceness = workers_environment()
+        self._environment = ALL_GPUS | workers_environment() | openmp.environment(os.environ)
         terms = SpareTerms(cluster.spares, ranks, cluster.begin_seconds, cluster.spare_rest_seconds)
         self._spares = Spares(terms, self._create_spare, self._end_spare)
         self._watches = NodeWatches(cluster.begin_seconds, self._processes, self._take_looks, self._lose_node)
@@ -152,7 +154,7 @@ class RankActors:
                 scheduling_strategy=seat,
                 max_restarts=0,
                 max_task_retries=0,
-                runtime_env={"env_vars": ALL_GPUS | self._niceness},
+                runtime_env={"env_vars": self._environment},
             )
             .remote()
         )

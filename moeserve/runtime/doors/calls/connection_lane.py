@@ -1,0 +1,321 @@
+"""`ConnectionLane`: a device lane of the rank's own, over which the calls of one data connection go.
+
+A call that is a message is read, let in, ordered, gathered, launched and answered by three threads, which
+take longer than many a step. Over a lane the connection's thread receives the rows where the device looks for
+them, and sends the answer from where the device has written it: the step was launched before. To the rank it
+is a caller of its host with rows in host memory, and all that is true of those is true of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.client.patience import Clock, Patience
+from moeserve.proto.errors import DeadlineExceeded, MoeError
+from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted, request_for
+from moeserve.proto.passes.called_lane import CalledLane
+from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.proto.passes.running import Columns, Pass, PassLate
+from moeserve.proto.tensors import Plain, TensorError, describe_into, known
+from moeserve.proto.timeouts import LONGEST_SECONDS
+from moeserve.runtime.doors.deadlines import Observe
+from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
+from moeserve.runtime.doors.payloads.errors import RegionLimit
+from moeserve.runtime.doors.payloads.regions import Regions
+from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable
+
+log = logging.getLogger(__name__)
+
+FEWEST_CALLS = 8
+"""Of a connection that a lane could take, before it has one: to attach it takes as long as some calls."""
+
+LEAST_ROWS = 16
+"""Of a step of a lane that is attached here."""
+
+LOOK_SECONDS = 0.25
+"""Between looks whether a caller whose answer is waited for is still there."""
+
+LEAVE_SECONDS = 0.25
+"""For a pass that gave no answer to end, so that nothing is written to the lane any more."""
+
+AGAIN_SECONDS = 5.0
+"""After the rank gave no lane, until it is asked for one again."""
+
+TRIES = 2
+"""Passes in which a call is tried: its caller may have rested for too long in the first."""
+
+Route = tuple[Plain | None, Plain | None, Plain | None]
+"""Ids, weights and logits."""
+
+REFUSALS = (DeviceRefused, LanesTaken, NameTaken, RegionLimit, TensorError, MoeError)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnLanes:
+    """What data connections may have of their rank's device lanes, and what lanes take."""
+
+    attach: Callable[[moe_pb2.AttachLaneRequest, str], moe_pb2.AttachLaneReply]
+    detach: Callable[[str], None]  # by the name of the mailbox
+    model: str
+    layers: frozenset[int]
+    sizes: tuple[int, int, int]  # hidden size, experts, experts a token
+    dtype: str  # of hidden states that need no conversion
+    rows: int  # of a step, at most
+    regions: Regions
+    rooms: threading.BoundedSemaphore  # of which each lane takes one: the others are for callers of the host
+    stopping: Callable[[], str]  # why no further call is taken; empty: they are
+    observe: Observe
+    launched: bool = True  # only lanes whose steps are launched before their rows: others save nothing
+
+
+class _Here:
+    """How this process reaches the rank that it is."""
+
+    def __init__(self, of: OwnLanes) -> None:
+        self._of = of
+
+    def detach(self, mailbox: str, seconds: float) -> None:
+        try:
+            self._of.detach(mailbox)
+        except UnknownLane as gone:  # the rank stops
+            log.debug("a lane of a data connection: %s", gone)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class ConnectionLane:
+    """One connection's, by its thread; attached when several calls came that it takes."""
+
+    def __init__(self, of: OwnLanes | None, peer: str) -> None:
+        """of: None: calls go another way."""
+        self._of, self._peer = of, peer
+        self._line: CalledLane | None = None
+        self._columns: Columns | None = None  # of the call whose rows are received
+        self._calls = 0  # that came without a lane for them
+        self._again = 0.0  # when the rank may be asked for one
+
+    @property
+    def held(self) -> bool:
+        """Whether there is one."""
+        return self._line is not None
+
+    @property
+    def takes(self) -> bool:
+        """Whether the rows that `room` was last asked for go over it."""
+        return self._columns is not None
+
+    def room(self, request: moe_pb2.ForwardRequest, nbytes: int) -> memoryview | None:
+        """Memory of the lane for so many bytes of a request's rows; None where they go another way. No call
+        is under way.
+        """
+        self._columns = None
+        rows = self._rows(request, nbytes)
+        if not rows or (line := self._line_for(rows)) is None:
+            return None
+        hidden, *places = line.lane.memory.room(0, rows)
+        route = _route(request, places)
+        if route is None:  # what is wrong with it is said by the door
+            return None
+        self._columns = hidden, *route
+        return hidden.storage.data.cast("B")
+
+    def _rows(self, request: moe_pb2.ForwardRequest, nbytes: int) -> int:
+        """How many rows of a lane's a request brings; 0 where it is not for a lane."""
+        of, hidden = self._of, request.hidden
+        if of is None or request.layer not in of.layers or request.model not in ("", of.model):
+            return 0
+        if len(hidden.shape) != 2 or hidden.shape[1] != of.sizes[0] or request.HasField("output"):
+            return 0
+        dtype, rows = known("dtype", of.dtype), int(hidden.shape[0])
+        alike = hidden.dtype == dtype.code and nbytes == rows * of.sizes[0] * dtype.storage.itemsize
+        return rows if alike and 0 < rows <= of.rows and not of.stopping() else 0
+
+    def _line_for(self, rows: int) -> CalledLane | None:
+        """The lane, if it takes so many rows; it is attached after some calls."""
+        line = self._line
+        if line is not None and self._kept(line) and rows <= line.lane.wanted.rows:
+            return line
+        self._calls += 1
+        if self._calls < FEWEST_CALLS or time.monotonic() < self._again:
+            return None
+        self.close()
+        self._line = self._attached(rows)
+        if self._line is None:
+            self._again = time.monotonic() + AGAIN_SECONDS
+        return self._line
+
+    def _kept(self, line: CalledLane) -> bool:
+        """Whether the rank has not detached it."""
+        return self._of is not None and all(name in self._of.regions for name in line.lane.regions)
+
+    def _attached(self, rows: int) -> CalledLane | None:
+        of = self._of
+        assert of is not None
+        wanted = Wanted(
+            f"connection-{uuid.uuid4().hex[:16]}",
+            rows=min(of.rows, max(LEAST_ROWS, 1 << (rows - 1).bit_length())),
+            dtype=of.dtype,
+        )
+        layout = MailboxLayout.of((wanted.rows, 1), of.sizes, of.dtype)
+        needed = layout.mailbox_bytes + layout.answers_bytes
+        if 2 * (of.regions.bytes + needed) > of.regions.limits.max_bytes:  # half of them stays others'
+            return None
+        if not of.rooms.acquire(blocking=False):
+            return None
+        try:
+            made = of.attach(request_for(wanted), self._peer)
+            try:
+                line = CalledLane(AttachedLane(_Here(of), wanted, made), placed=True)
+            except BaseException:
+                of.detach(made.mailbox)
+                raise
+        except REFUSALS as refused:
+            of.rooms.release()
+            log.debug("a data connection has no device lane now: %s", refused)
+            return None
+        except BaseException:
+            of.rooms.release()
+            raise
+        if of.launched and not line.lane.goes_ahead:
+            line.close(DETACH_SECONDS)
+            of.rooms.release()
+            return None
+        return line
+
+    def answered(
+        self, request: moe_pb2.ForwardRequest, there: Callable[[], bool]
+    ) -> moe_pb2.ForwardReply | None:
+        """The reply to a call whose rows are received, without its data, which `answer` gives; None where the
+        lane gives none, and the call goes another way.
+
+        there: whether its caller waits. Raises DeadlinePassed, GroupUnavailable, and ConnectionAbortedError
+        where the caller does not.
+        """
+        line, columns = self._line, self._columns
+        if line is None or columns is None:
+            raise RuntimeError("no rows were received for a lane")
+        clock = Clock(Patience(timeout=request.timeout_ms / 1000 or LONGEST_SECONDS))
+        reply: moe_pb2.ForwardReply | None = None
+        try:
+            reply = self._asked(line, columns, request, clock, there)
+        finally:
+            if reply is None:
+                self._rest(line)
+        return reply
+
+    def _asked(
+        self,
+        line: CalledLane,
+        columns: Columns,
+        request: moe_pb2.ForwardRequest,
+        clock: Clock,
+        there: Callable[[], bool],
+    ) -> moe_pb2.ForwardReply | None:
+        began = time.monotonic()
+        for _ in range(TRIES):
+            try:
+                run = line.post(request.layer, columns, request.weights_version, clock)
+                _await(run, clock, there)
+            except PassLate:  # its caller has rested, and may begin another pass
+                line.drop()
+                continue
+            except MoeError as failed:
+                if isinstance(failed, DeadlineExceeded) and not clock.remaining:
+                    text = f"layer {request.layer}: no answer within the deadline"
+                    raise DeadlinePassed(text) from failed
+                log.debug("a lane of a data connection gives no answer: %s", failed)
+                return None
+            line.called(request.layer, began)
+            reply = moe_pb2.ForwardReply(epoch=run.epoch(0), weights_version=run.version(0))
+            describe_into(reply.hidden, columns[0].spec)
+            return reply
+        return None
+
+    def _rest(self, line: CalledLane) -> None:
+        """The rank writes no answer to the lane any more; else it is closed. Raises GroupUnavailable."""
+        try:
+            line.rest(Clock(Patience(timeout=LEAVE_SECONDS)))
+        except DeadlineExceeded as late:
+            self.close()
+            raise GroupUnavailable("a step of this connection's device lane has not ended") from late
+
+    def place(self, request: moe_pb2.ForwardRequest) -> None:
+        """Says in a request that goes another way where its rows were received."""
+        line, columns = self._line, self._columns
+        if line is None or columns is None:
+            raise RuntimeError("no rows were received for a lane")
+        rows, lane = columns[0].storage, line.lane
+        if not self._kept(line):
+            request.hidden.data = rows.tobytes()
+            self.close()
+            return
+        places = (request.hidden.region, lane.layout.columns(0)[0]), (request.output, lane.layout.answer(0))
+        for name, (place, offset) in zip(lane.regions, places, strict=True):
+            place.name, place.offset, place.size = name, offset, rows.nbytes
+
+    def answer(self) -> memoryview:
+        """The answer to the last call, which stays until the rows of the next are asked for."""
+        line, columns = self._line, self._columns
+        if line is None or columns is None:
+            raise RuntimeError("no call was answered")
+        return line.lane.memory.answer(0, len(columns[0].storage)).storage.data.cast("B")
+
+    def holds(self, region: moe_pb2.Region) -> bool:
+        """Whether that is where its answers lie."""
+        return self._line is not None and region.name == self._line.lane.regions[1]
+
+    def close(self) -> None:
+        """Detaches it."""
+        line, self._line, self._columns = self._line, None, None
+        if line is not None and self._of is not None:
+            line.close(DETACH_SECONDS)
+            self._of.rooms.release()
+
+
+def _await(run: Pass, clock: Clock, there: Callable[[], bool]) -> None:
+    """Waits for the answer of the run's only stage. Raises MoeError, and ConnectionAbortedError."""
+    while True:
+        try:
+            run.arrived(0, min(LOOK_SECONDS, clock.remaining))
+        except DeadlineExceeded as late:
+            if not clock.remaining:
+                raise
+            if not there():
+                raise ConnectionAbortedError("its caller left, or sent more, before the answer") from late
+        else:
+            return
+
+
+def _route(request: moe_pb2.ForwardRequest, places: list[Plain]) -> Route | None:
+    """Ids, weights and logits as far as a request brings them; None where they are not like their places."""
+    ids, weights, logits = places
+    if request.WhichOneof("route") == "logits":
+        found = _column(request.logits, logits)
+        return None if found is None else (None, None, found)
+    chosen, weighed = _column(request.choice.ids, ids), _column(request.choice.weights, weights)
+    return None if chosen is None or weighed is None else (chosen, weighed, None)
+
+
+def _column(message: moe_pb2.Tensor, place: Plain) -> Plain | None:
+    """What a message has for a place of the lane; None where it is not like it."""
+    data, shape = message.data, place.storage.shape
+    if tuple(message.shape) != shape:
+        return None
+    if message.dtype == place.dtype.code and len(data) == place.storage.nbytes:
+        return Plain(place.dtype, np.frombuffer(data, place.dtype.storage).reshape(shape))
+    if place.dtype.name != "int32" or message.dtype != moe_pb2.DTYPE_INT64:
+        return None
+    if len(data) != 2 * place.storage.nbytes:
+        return None
+    ids = np.frombuffer(data, np.int64).reshape(shape)
+    narrow = ids.astype(np.int32)
+    return Plain(place.dtype, narrow) if np.array_equal(narrow, ids) else None

@@ -1,0 +1,233 @@
+"""Inline calls over device lanes of their rank: right answers, and another way where a lane gives none."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from houses import Alone, house_config
+from lane_calls import in_threads
+
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.client import Choice, Logits, MoeClient
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
+from moeserve.proto.passes.lane_client import LaneClient
+from moeserve.proto.tensors import describe_into, plain
+from moeserve.proto.transports.data_connections import LET_IN, frame_of
+from moeserve.runtime.doors.calls.connection_lane import FEWEST_CALLS
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+SECONDS = 20.0
+ROWS = 40  # whose bytes lie beside their message
+EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+OVER_LANES = {"passes__connections": "always", "passes__lanes": 6, "cluster__stopped_seconds": 0.0}
+
+
+@pytest.fixture(scope="module")
+def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(house_config(checkpoint_path, **EP2, **OVER_LANES)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(house: LocalCluster) -> Iterator[MoeClient]:
+    with MoeClient(house.address, timeout=SECONDS, transport="inline", lane=0) as made:
+        yield made
+    until(lambda: not lanes_of(house))
+
+
+def lanes_of(house: LocalCluster, rank: int = 0) -> list[moe_pb2.DeviceLaneInfo]:
+    """Those of data connections that are attached to a rank."""
+    with MoeClient(house.address, timeout=SECONDS) as asks:
+        (address,) = [lane.address for lane in asks.topology().lanes if lane.rank == rank]
+    with grpc.insecure_channel(address) as channel:
+        found = moe_pb2_grpc.DeviceLaneServiceStub(channel).ListDeviceLanes(moe_pb2.ListDeviceLanesRequest())
+    return [lane for lane in found.lanes if lane.name.startswith("connection-")]
+
+
+def until(true: object, seconds: float = 5.0) -> None:
+    limit = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def requests(house: LocalCluster, **labels: str) -> int:
+    """Calls that the ranks have answered with these labels."""
+    found = 0
+    for target in house.metrics_targets()[1:]:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+            for line, value in re.findall(r"moe_requests_total\{(.*)\} (\S+)", answer.read().decode()):
+                if labels.items() <= dict(re.findall(r'(\w+)="(\w+)"', line)).items():
+                    found += int(float(value))
+    return found
+
+
+def check(client: MoeClient, alone: Alone, rows: int, seed: int, **options: int) -> None:
+    batch = alone.batch(rows, seed=seed)
+    found = client.forward(seed % 2, *batch, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, alone.forward(seed % 2, *batch), **CLOSE)
+
+
+def warmed(client: MoeClient, alone: Alone, rows: int = ROWS) -> None:
+    """Its connection has a lane."""
+    for seed in range(FEWEST_CALLS + 1):
+        check(client, alone, rows, seed)
+
+
+def test_calls_of_a_connection_go_over_a_lane_of_their_rank(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    for seed in range(FEWEST_CALLS - 1):
+        check(client, alone, ROWS, seed)
+    assert not lanes_of(house), "a lane is not worth a few calls"
+    before = requests(house, method="DataConnection"), requests(house, method="DeviceLane")
+    for seed in range(30):
+        check(client, alone, ROWS, seed)
+    (lane,) = lanes_of(house)
+    assert (lane.rows, lane.device, lane.steps) == (64, "cpu", 30)
+    for seed, rows in enumerate((1, 33, 64, 65, 130, 20, 64, 900, 1, 17)):
+        check(client, alone, rows, seed)
+    (lane,) = lanes_of(house)
+    assert lane.rows == 1024, "for more rows it goes for another one"
+    after = requests(house, method="DataConnection"), requests(house, method="DeviceLane")
+    assert after[0] == before[0] + 40, "each is counted as what it is"
+    assert after[1] - before[1] >= 35
+    client.close()
+    until(lambda: not lanes_of(house))
+
+
+def test_routes_of_any_kind_and_errors_are_those_of_other_calls(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    warmed(client, alone)
+    hidden, experts, weights = alone.batch(ROWS, seed=5)
+    logits = torch.randn(ROWS, alone.checkpoint.num_experts, generator=torch.Generator().manual_seed(1))
+    with MoeClient(house.address, timeout=SECONDS, transport="shared_memory") as near:
+        wanted = near.call(1, hidden, Logits(logits))
+        for _ in range(3):
+            found = client.call(1, hidden, Logits(logits))
+            torch.testing.assert_close(found.hidden, wanted.hidden, **CLOSE)
+            assert (found.epoch, found.weights_version) == (wanted.epoch, wanted.weights_version)
+    right = alone.forward(0, hidden, experts, weights)
+    loose = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(client.forward(0, hidden, experts.long(), weights), right, **CLOSE)
+    for route in (Choice(experts, weights.bfloat16()), Choice(experts.long(), weights.half())):
+        torch.testing.assert_close(client.call(0, hidden, route).hidden, right, **loose)
+    torch.testing.assert_close(
+        client.forward(0, hidden.half(), experts, weights).float(),  # type: ignore[union-attr]
+        right,
+        **loose,
+    )
+    for _ in range(2):
+        with pytest.raises(NotFound, match="layer 77"):
+            client.forward(77, hidden, experts, weights)
+        with pytest.raises(InvalidArgument, match=r"choice\.ids: id \d+ is out of range"):
+            client.forward(0, hidden, experts + 1000, weights)
+        with pytest.raises(InvalidArgument, match="out of range"):
+            client.forward(0, hidden, experts.long() + (1 << 33), weights)
+        with pytest.raises(InvalidArgument, match=r"choice\.weights"):
+            client.forward(0, hidden, experts, weights[:, :1])
+        with pytest.raises(InvalidArgument, match="hidden"):
+            client.forward(0, hidden[:, :-1], experts, weights)
+        with pytest.raises(MoeError, match="wrong_version"):
+            client.forward(0, hidden, experts, weights, weights_version=9)
+        check(client, alone, ROWS, 2)
+        check(client, alone, ROWS, 3, weights_version=1)
+    assert len(lanes_of(house)) == 1
+
+
+def test_half_of_the_lanes_stay_others(house: LocalCluster, alone: Alone) -> None:
+    clients = [MoeClient(house.address, timeout=SECONDS, transport="inline", lane=0) for _ in range(5)]
+    for each in clients:
+        warmed(each, alone)
+    assert len(lanes_of(house)) == 3
+    with LaneClient(house.address, timeout=SECONDS, lane=0) as near:
+        check(near, alone, ROWS, 1)
+        assert len(near._idle) == 1
+
+    def call(number: int) -> None:
+        for turn in range(25):
+            check(clients[number], alone, 20 + (number + turn) % 40, number + turn)
+
+    in_threads(5, call)
+    for each in clients:
+        each.close()
+    until(lambda: not lanes_of(house))
+
+
+def test_a_caller_that_goes_in_a_call_leaves_no_lane_and_holds_up_nobody(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    warmed(client, alone)
+    (link,) = client._core.lanes._links.values()
+    made = link._ask_connection(SECONDS)
+    hidden, experts, weights = alone.batch(ROWS, seed=1)
+    asked = moe_pb2.ForwardRequest(layer=1)
+    describe_into(asked.hidden, plain(hidden, "hidden").spec)
+    for message, tensor in ((asked.choice.ids, experts), (asked.choice.weights, weights)):
+        describe_into(message, plain(tensor, "route").spec)
+        message.data = plain(tensor, "route").storage.tobytes()
+    data = plain(hidden, "hidden").storage.data.cast("B")
+    frame = b"".join(frame_of(asked.SerializeToString(), data))
+    with socket.create_connection(("127.0.0.1", made.port), 5.0) as one:
+        one.sendall(made.secret)
+        assert one.recv(1) == LET_IN
+        for _ in range(FEWEST_CALLS + 1):
+            one.sendall(frame)
+            assert one.recv(1 << 20)
+            time.sleep(0.02)
+        assert len(lanes_of(house)) == 2
+        one.sendall(frame)
+    for seed in range(20):
+        check(client, alone, ROWS, seed)
+    until(lambda: len(lanes_of(house)) == 1)
+
+
+def test_a_deadline_over_a_lane_is_kept_and_the_next_call_is_right(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    warmed(client, alone)
+    batch = alone.batch(ROWS, seed=1)
+    pid = house.pid(1)  # of the group's other member, without which no step ends
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            client.forward(1, *batch, timeout=0.5)
+        assert time.monotonic() - began < 3.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for seed in range(20):
+        check(client, alone, ROWS, seed)
+
+
+@pytest.mark.timeout(120)
+def test_calls_go_on_when_ranks_are_killed_and_weights_are_reloaded(
+    checkpoint_path: Path, alone: Alone
+) -> None:
+    with LocalCluster(house_config(checkpoint_path, **EP2, **OVER_LANES)) as house:
+        for rank in (1, 0):
+            with MoeClient(house.address, timeout=60.0, transport="inline") as client:
+                for seed in range(2 * FEWEST_CALLS + 4):
+                    check(client, alone, ROWS, seed)
+                assert len(lanes_of(house, 0)) == len(lanes_of(house, 1)) == 1
+                os.kill(house.pid(rank), signal.SIGKILL)
+                for seed in range(40):
+                    check(client, alone, ROWS, seed)
+            until(lambda: not lanes_of(house, 0) and not lanes_of(house, 1))
+        with MoeClient(house.address, timeout=60.0, transport="inline", lane=0) as client:
+            warmed(client, alone)
+            assert client.reload(str(checkpoint_path)).outcome == "reloaded"
+            for seed in range(10):
+                check(client, alone, ROWS, seed, weights_version=2)
