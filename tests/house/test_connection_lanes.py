@@ -23,7 +23,7 @@ from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, N
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.tensors import describe_into, plain
 from moeserve.proto.transports.data_connections import LET_IN, frame_of
-from moeserve.runtime.doors.calls.connection_lane import FEWEST_CALLS
+from moeserve.runtime.doors.calls.connection_lane import ALONE_SECONDS, FEWEST_CALLS
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -80,15 +80,19 @@ def check(client: MoeClient, alone: Alone, rows: int, seed: int, **options: int)
 
 
 def warmed(client: MoeClient, alone: Alone, rows: int = ROWS) -> None:
-    """Its connection has a lane."""
-    for seed in range(FEWEST_CALLS + 1):
-        check(client, alone, rows, seed)
+    """Each of its connections has a lane: no other has called lately."""
+    for turn in range(2 * FEWEST_CALLS + 6):
+        check(client, alone, rows, turn)
+        if turn == 2:
+            time.sleep(1.2 * ALONE_SECONDS)
 
 
 def test_calls_of_a_connection_go_over_a_lane_of_their_rank(
     house: LocalCluster, client: MoeClient, alone: Alone
 ) -> None:
-    for seed in range(FEWEST_CALLS - 1):
+    check(client, alone, ROWS, 1)
+    time.sleep(1.2 * ALONE_SECONDS)
+    for seed in range(FEWEST_CALLS - 2):
         check(client, alone, ROWS, seed)
     assert not lanes_of(house), "a lane is not worth a few calls"
     before = requests(house, method="DataConnection"), requests(house, method="DeviceLane")
@@ -160,7 +164,9 @@ def test_half_of_the_lanes_stay_others(house: LocalCluster, alone: Alone) -> Non
         for turn in range(25):
             check(clients[number], alone, 20 + (number + turn) % 40, number + turn)
 
+    before = requests(house, method="DeviceLane")
     in_threads(5, call)
+    assert requests(house, method="DeviceLane") < before + 20, "several callers go another way"
     for each in clients:
         each.close()
     until(lambda: not lanes_of(house))
@@ -171,6 +177,7 @@ def test_a_caller_that_goes_in_a_call_leaves_no_lane_and_holds_up_nobody(
 ) -> None:
     warmed(client, alone)
     (link,) = client._core.lanes._links.values()
+    time.sleep(1.2 * ALONE_SECONDS)
     made = link._ask_connection(SECONDS)
     hidden, experts, weights = alone.batch(ROWS, seed=1)
     asked = moe_pb2.ForwardRequest(layer=1)
@@ -183,10 +190,10 @@ def test_a_caller_that_goes_in_a_call_leaves_no_lane_and_holds_up_nobody(
     with socket.create_connection(("127.0.0.1", made.port), 5.0) as one:
         one.sendall(made.secret)
         assert one.recv(1) == LET_IN
-        for _ in range(FEWEST_CALLS + 1):
+        for turn in range(FEWEST_CALLS + 2):
             one.sendall(frame)
             assert one.recv(1 << 20)
-            time.sleep(0.02)
+            time.sleep(0.02 if turn else 1.2 * ALONE_SECONDS)
         assert len(lanes_of(house)) == 2
         one.sendall(frame)
     for seed in range(20):
@@ -219,8 +226,7 @@ def test_calls_go_on_when_ranks_are_killed_and_weights_are_reloaded(
     with LocalCluster(house_config(checkpoint_path, **EP2, **OVER_LANES)) as house:
         for rank in (1, 0):
             with MoeClient(house.address, timeout=60.0, transport="inline") as client:
-                for seed in range(2 * FEWEST_CALLS + 4):
-                    check(client, alone, ROWS, seed)
+                warmed(client, alone)
                 assert len(lanes_of(house, 0)) == len(lanes_of(house, 1)) == 1
                 os.kill(house.pid(rank), signal.SIGKILL)
                 for seed in range(40):

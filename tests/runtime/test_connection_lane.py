@@ -269,6 +269,7 @@ def test_a_lane_is_asked_for_again_after_a_while(
     rank: Rank, lane: ConnectionLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_lane, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(connection_lane, "ALONE_SECONDS", 0.0)
     other = ConnectionLane(rank.own, "")
     warmed(other)
     for _ in range(FEWEST_CALLS + 3):
@@ -286,3 +287,26 @@ def test_a_lane_is_asked_for_again_after_a_while(
     for _ in range(2 * FEWEST_CALLS):
         assert room(refuses, request()) is None, "its steps would be calls"
     assert len(rank.lanes.attached()) == 1
+
+
+def test_only_a_connection_that_calls_alone_uses_its_lane(
+    rank: Rank, lane: ConnectionLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_lane, "ALONE_SECONDS", 0.1)
+    warmed(lane)
+    found = begun(lane, request(), 1.0)
+    rank.step(1).answer()
+    assert found.result(5.0) is not None
+    others = [ConnectionLane(rank.own, ""), ConnectionLane(rank.own, "")]
+    for _ in range(FEWEST_CALLS):
+        for one in (lane, *others):
+            assert room(one, request()) is None or one is lane
+    assert room(lane, request()) is None and lane.held and not any(one.held for one in others)
+    time.sleep(0.15)
+    found = begun(lane, request(), 2.0)
+    rank.step(2).answer()
+    assert found.result(5.0) is not None, "it is alone again"
+    monkeypatch.setattr(connection_lane, "UNUSED_SECONDS", 0.05)
+    time.sleep(0.1)
+    assert room(others[0], request()) is None and room(lane, request()) is None
+    assert not lane.held, "others may have it"

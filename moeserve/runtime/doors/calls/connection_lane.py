@@ -4,16 +4,20 @@ A call that is a message is read, let in, ordered, gathered, launched and answer
 take longer than many a step. Over a lane the connection's thread receives the rows where the device looks for
 them, and sends the answer from where the device has written it: the step was launched before. To the rank it
 is a caller of its host with rows in host memory, and all that is true of those is true of it.
+
+That is worth it while one connection calls alone. Steps of several are calls over a lane as well, which its
+rank looks for, and whose connections' threads look for answers: they take the interpreter from one another.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,6 +44,12 @@ FEWEST_CALLS = 8
 LEAST_ROWS = 16
 """Of a step of a lane that is attached here."""
 
+ALONE_SECONDS = 0.25
+"""For which no other connection of the rank has called, when a connection's calls go over its lane."""
+
+UNUSED_SECONDS = 10.0
+"""After which a lane goes whose connection calls, but not alone."""
+
 LOOK_SECONDS = 0.25
 """Between looks whether a caller whose answer is waited for is still there."""
 
@@ -54,6 +64,23 @@ TRIES = 2
 
 Route = tuple[Plain | None, Plain | None, Plain | None]
 """Ids, weights and logits."""
+
+
+class Alone:
+    """Which connection of a rank has called last, and since when no other one has. From any thread."""
+
+    def __init__(self) -> None:
+        self._last: object = None
+        self._since = -math.inf
+
+    def is_(self, connection: object) -> bool:
+        """Notes a call of a connection; whether it has called alone for a while."""
+        now = time.monotonic()
+        if connection is not self._last:
+            self._since = now if self._last is not None else -math.inf  # before the first there was none
+            self._last = connection
+        return now - self._since >= ALONE_SECONDS
+
 
 REFUSALS = (DeviceRefused, LanesTaken, NameTaken, RegionLimit, TensorError, MoeError)
 
@@ -73,6 +100,7 @@ class OwnLanes:
     rooms: threading.BoundedSemaphore  # of which each lane takes one: the others are for callers of the host
     stopping: Callable[[], str]  # why no further call is taken; empty: they are
     observe: Observe
+    alone: Alone = field(default_factory=Alone)
     launched: bool = True  # only lanes whose steps are launched before their rows: others save nothing
 
 
@@ -118,8 +146,8 @@ class ConnectionLane:
         is under way.
         """
         self._columns = None
-        rows = self._rows(request, nbytes)
-        if not rows or (line := self._line_for(rows)) is None:
+        alone, rows = self._alone(), self._rows(request, nbytes)
+        if not alone or not rows or (line := self._line_for(rows)) is None:
             return None
         hidden, *places = line.lane.memory.room(0, rows)
         route = _route(request, places)
@@ -127,6 +155,17 @@ class ConnectionLane:
             return None
         self._columns = hidden, *route
         return hidden.storage.data.cast("B")
+
+    def _alone(self) -> bool:
+        """Whether no other connection has called lately; else its pass ends, and its lane after a while."""
+        if self._of is None or self._of.alone.is_(self):
+            return True
+        if (line := self._line) is not None:
+            if line.used_at < time.monotonic() - UNUSED_SECONDS:
+                self.close()
+            else:
+                line.drop()
+        return False
 
     def _rows(self, request: moe_pb2.ForwardRequest, nbytes: int) -> int:
         """How many rows of a lane's a request brings; 0 where it is not for a lane."""
