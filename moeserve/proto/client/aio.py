@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from types import TracebackType
@@ -16,7 +17,7 @@ from moeserve.proto.client.aio_link import AsyncLink
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
-from moeserve.proto.client.lanes import check_serving
+from moeserve.proto.client.lanes import ASK_SECONDS, check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows
 from moeserve.proto.credentials import Credentials
@@ -25,6 +26,8 @@ from moeserve.proto.tensors import Array, Spec, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class AsyncMoeClient:
@@ -48,6 +51,7 @@ class AsyncMoeClient:
         self._core = Core(connect, Settings(model, Patience.of(timeout), lane, transport))
         self._door = connect(address, MAX_MESSAGE_BYTES)
         self._finding = asyncio.Lock()
+        self._anew: asyncio.Task[None] | None = None  # asks for the lanes beside calls
 
     # Options are checked when these are called, before anybody awaits them; so they are no `async def`.
 
@@ -162,6 +166,8 @@ class AsyncMoeClient:
         """Closes all connections and gives all regions back; calls under way, and later ones, raise MoeError
         (`client_closed`).
         """
+        if self._anew is not None:
+            self._anew.cancel()
         await self._door.close()  # first: what fails from now on is not tried again
         for link in self._core.lanes.clear():
             await link.close()
@@ -186,6 +192,8 @@ class AsyncMoeClient:
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
     ) -> Reply:
         call = self._core.call(layer, hidden, route, options)
+        if self._core.lanes.due():
+            self._anew = asyncio.create_task(self._find_anew())
         clock = self._core.clock(options.get("timeout"))
         # asked for whole again where its parts saw different weights
         return await self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
@@ -255,6 +263,21 @@ class AsyncMoeClient:
                     raise client_closed(self.address) from failed
                 wait = retries.wait_after(failed)
             await asyncio.sleep(wait)
+
+    async def _find_anew(self) -> None:
+        """Asks for the lanes beside calls, for which what was found serves as long."""
+        try:
+            found = check_serving(
+                await self._door.unary(
+                    self._door.front.GetTopology, moe_pb2.GetTopologyRequest(), ASK_SECONDS
+                )
+            )
+        except MoeError as failed:  # calls say what is wrong
+            log.debug("%s was asked for its lanes, and has not said them: %s", self.address, failed)
+            return
+        if not self._door.closed:
+            for gone in self._core.lanes.found(found):
+                await gone.close()
 
     async def _topology(self, clock: Clock) -> moe_pb2.GetTopologyReply:
         """The lanes as last found, or found now."""

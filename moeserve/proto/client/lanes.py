@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -13,9 +15,15 @@ from moeserve.proto.errors import NotFound, Unavailable
 
 L = TypeVar("L")
 
+ANEW_SECONDS, ASK_SECONDS = 10.0, 5.0
+"""After lanes were found, until they are asked for anew beside a call; and for that question. A lane that is
+lost is seen by a call, and one that comes, or comes back, by nobody else.
+"""
+
 
 class Lanes(Generic[L]):
-    """What GetTopology said last, until a call finds it is no longer so. Safe from any thread.
+    """What GetTopology said last, until a call finds it is no longer so, or it says otherwise. Safe from any
+    thread.
 
     `connect(address, max_message_bytes)` makes the way to a lane; it is made when the lane is first used.
     """
@@ -25,6 +33,7 @@ class Lanes(Generic[L]):
         self._connect = connect
         self._links: dict[str, L] = {}
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
+        self._anew = math.inf  # when they are to be asked for
         self._turns = itertools.count()
         self._lock = threading.Lock()
 
@@ -32,9 +41,23 @@ class Lanes(Generic[L]):
         """Counts calls: lanes take their first parts in turn, so that small calls spread too."""
         return next(self._turns)
 
-    def found(self, topology: moe_pb2.GetTopologyReply) -> list[L]:
-        """Takes note of `topology`, which serves; returns the ways to lanes that are gone, to be closed."""
+    def due(self) -> bool:
+        """Whether they are to be asked for anew, by who makes a call now; said to one of all."""
+        if time.monotonic() < self._anew:
+            return False
         with self._lock:
+            now = time.monotonic()
+            said, self._anew = now >= self._anew, now + ANEW_SECONDS
+        return said
+
+    def found(self, topology: moe_pb2.GetTopologyReply) -> list[L]:
+        """Takes note of `topology`, which serves; returns the ways to lanes that are gone, to be closed. What
+        was said before stays the same object.
+        """
+        with self._lock:
+            self._anew = time.monotonic() + ANEW_SECONDS
+            if topology == self.current:
+                return []
             self.current = topology
             self._addresses = frozenset(lane.address for lane in topology.lanes)
             gone = [address for address in self._links if address not in self._addresses]
@@ -74,7 +97,7 @@ class Lanes(Generic[L]):
         """Forgets everything; returns the ways, to be closed."""
         with self._lock:
             links, self._links, self.current = list(self._links.values()), {}, None
-            self._addresses = frozenset()
+            self._addresses, self._anew = frozenset(), math.inf
         return links
 
 

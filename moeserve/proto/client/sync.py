@@ -6,6 +6,7 @@ with MoeClient("127.0.0.1:7171") as client:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, chec
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.inline_before import InlineAgain, InlineBefore
-from moeserve.proto.client.lanes import check_serving
+from moeserve.proto.client.lanes import ASK_SECONDS, check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import ForwardStream
@@ -34,6 +35,8 @@ from moeserve.proto.tensors import Array, Spec, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class MoeClient:
@@ -96,6 +99,8 @@ class MoeClient:
         """The answer with the epoch and the version of the weights that made it."""
         check_options(options)
         clock, lanes = self._core.clock(options.get("timeout")), self._core.lanes
+        if lanes.due():
+            self._find_anew()
         batch, topology = (layer, hidden, route), lanes.current
         again: Again | InlineAgain | None = self._before.find(topology, batch, options)
         again = again or self._inline.find(topology, batch, options)
@@ -301,6 +306,24 @@ class MoeClient:
                     raise client_closed(self.address) from failed
                 wait = retries.wait_after(failed)
             time.sleep(wait)
+
+    def _find_anew(self) -> None:
+        """Asks for the lanes, and waits for no answer: what was found serves as long."""
+        try:
+            asked = self._door.front.GetTopology.future(moe_pb2.GetTopologyRequest(), timeout=ASK_SECONDS)
+        except ValueError:  # this client is closed, which its call says
+            return
+        asked.add_done_callback(self._found_anew)
+
+    def _found_anew(self, asked: Any) -> None:
+        try:
+            topology = check_serving(asked.result())
+        except (grpc.RpcError, grpc.FutureCancelledError, MoeError) as failed:  # calls say what is wrong
+            log.debug("%s was asked for its lanes, and has not said them: %s", self.address, failed)
+            return
+        if not self._door.closed:
+            for gone in self._core.lanes.found(topology):
+                gone.close()
 
     def _topology(self, clock: Clock) -> moe_pb2.GetTopologyReply:
         """The lanes as last found, or found now."""
