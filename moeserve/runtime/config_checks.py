@@ -41,6 +41,8 @@ POSITIVE = frozenset(
         "server.max_held_bytes",
         "server.request_seconds",
         "server.unread_seconds",
+        "server.connection_hello_seconds",
+        "server.connection_rest_seconds",
         "server.max_message_bytes",
         "server.max_held_rows",
         "server.queue_seconds",

@@ -138,6 +138,10 @@ class ServerConfig:
     drain_seconds: float = 10.0  # for calls under way when the service is told to stop
     leaving_seconds: float = 0.2  # of these: calls that come though the topology has no lane are still taken
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
+    connection_hello_seconds: float = (
+        5.0  # within which a data connection has to be made, and show its secret
+    )
+    connection_rest_seconds: float = 10.0  # without a call, after which a data connection holds no memory
     reload_root: str = ""  # folder below which a checkpoint may be reloaded; empty: the served one's parent
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name

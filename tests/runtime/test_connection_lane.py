@@ -306,7 +306,7 @@ def test_only_a_connection_that_calls_alone_uses_its_lane(
     found = begun(lane, request(), 2.0)
     rank.step(2).answer()
     assert found.result(5.0) is not None, "it is alone again"
-    monkeypatch.setattr(connection_lane, "UNUSED_SECONDS", 0.05)
+    monkeypatch.setattr(lane, "_rest_seconds", 0.05)
     time.sleep(0.1)
     assert room(others[0], request()) is None and room(lane, request()) is None
     assert not lane.held, "others may have it"

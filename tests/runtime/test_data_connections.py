@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from moeserve.proto.transports.data_connections import (
     SECRET_BYTES,
     DataConnection,
 )
-from moeserve.runtime.doors.calls import data_connection, data_connections
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.data_connections import DataConnections
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
@@ -188,7 +188,8 @@ def test_a_secret_lets_in_one_connection_and_not_for_long(
             DataConnection.open(
                 "127.0.0.1", moe_pb2.OpenDataConnectionReply(port=there.port, secret=wrong), 5.0
             )
-    monkeypatch.setattr(data_connections, "HELLO_SECONDS", 0.05)
+    limits = there._terms.admission.limits
+    monkeypatch.setattr(there._terms.admission, "limits", replace(limits, hello_seconds=0.05))
     late = there.offer("ipv4:1.2.3.4:5")
     time.sleep(0.1)
     with pytest.raises(OSError):
@@ -196,7 +197,7 @@ def test_a_secret_lets_in_one_connection_and_not_for_long(
     with socket.create_connection(("127.0.0.1", there.port), 5.0) as silent:
         silent.sendall(b"\1" * 5)
         assert silent.recv(1) == b"", "who shows no secret in time is left"
-    monkeypatch.setattr(data_connections, "HELLO_SECONDS", 5.0)
+    monkeypatch.setattr(there._terms.admission, "limits", limits)
     for _ in range(3):
         there.offer("ipv4:1.2.3.4:5")
     with pytest.raises(LaneFull, match="are there or to come"):
@@ -419,7 +420,8 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
 def test_rows_lie_in_one_region_which_is_given_back_after_a_while(
     there: DataConnections, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_connection, "REST_SECONDS", 0.05)
+    limits = replace(there._terms.admission.limits, rest_seconds=0.05)
+    monkeypatch.setattr(there._terms.admission, "limits", limits)
     connection = opened(there)
     for count in (5000, 9000, 200_000, 7000):
         connection.send(rows(count), 5.0)

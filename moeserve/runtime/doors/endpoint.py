@@ -147,4 +147,6 @@ def door_limits(server: ServerConfig) -> DoorLimits:
         server.max_held_bytes,
         server.request_seconds,
         server.unread_seconds,
+        server.connection_hello_seconds,
+        server.connection_rest_seconds,
     )

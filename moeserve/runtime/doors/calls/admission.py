@@ -20,6 +20,8 @@ class DoorLimits:
     nbytes: int = 2 << 30  # of the calls under way, by message or reply; a single one may have more
     request_seconds: float = 30.0  # within which a call's message has to arrive
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
+    hello_seconds: float = 5.0  # within which a data connection has to be made, and to show its secret
+    rest_seconds: float = 10.0  # without a call, after which a data connection holds no memory
 
 
 class Admission:

@@ -47,9 +47,6 @@ LEAST_ROWS = 16
 ALONE_SECONDS = 0.25
 """For which no other connection of the rank has called, when a connection's calls go over its lane."""
 
-UNUSED_SECONDS = 10.0
-"""After which a lane goes whose connection calls, but not alone."""
-
 LOOK_SECONDS = 0.25
 """Between looks whether a caller whose answer is waited for is still there."""
 
@@ -123,9 +120,9 @@ class _Here:
 class ConnectionLane:
     """One connection's, by its thread; attached when several calls came that it takes."""
 
-    def __init__(self, of: OwnLanes | None, peer: str) -> None:
-        """of: None: calls go another way."""
-        self._of, self._peer = of, peer
+    def __init__(self, of: OwnLanes | None, peer: str, rest_seconds: float = math.inf) -> None:
+        """of: None: calls go another way. rest_seconds: after which a lane goes that was not used."""
+        self._of, self._peer, self._rest_seconds = of, peer, rest_seconds
         self._line: CalledLane | None = None
         self._columns: Columns | None = None  # of the call whose rows are received
         self._calls = 0  # that came without a lane for them
@@ -161,7 +158,7 @@ class ConnectionLane:
         if self._of is None or self._of.alone.is_(self):
             return True
         if (line := self._line) is not None:
-            if line.used_at < time.monotonic() - UNUSED_SECONDS:
+            if line.used_at < time.monotonic() - self._rest_seconds:
                 self.close()
             else:
                 line.drop()

@@ -41,9 +41,6 @@ ASIDE_BYTES = 1 << 18
 DATA_CONNECTION = "DataConnection"
 """How metrics of requests name these calls."""
 
-REST_SECONDS = 10.0
-"""Without a call, after which a connection gives its region and its lane back."""
-
 
 class Late(OSError):
     """The other end did not do its part in time."""
@@ -99,7 +96,7 @@ class DataConnection:
         self._left: Buffers = []  # of an answer that is to be sent by this connection's thread
         self._ending = False
         self._region = ConnectionRegion(of.regions, of.rooms)
-        self._lane = ConnectionLane(of.lanes, peer)
+        self._lane = ConnectionLane(of.lanes, peer, self._limits.rest_seconds)
         self._lock = threading.Lock()
 
     @property
@@ -115,7 +112,8 @@ class DataConnection:
         sockets = self._connection.fileno()
         while True:
             rests = self._region.held or self._lane.held
-            ready = {which for which, _ in self._poll.poll(REST_SECONDS * 1000 if rests else None)}
+            limit = self._limits.rest_seconds * 1000 if rests else None
+            ready = {which for which, _ in self._poll.poll(limit)}
             if self._ending:
                 return
             if not ready and not self.busy:

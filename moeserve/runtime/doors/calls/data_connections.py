@@ -25,9 +25,6 @@ from moeserve.runtime.errors import LaneFull, pushback
 
 log = logging.getLogger(__name__)
 
-HELLO_SECONDS = 5.0
-"""For a caller to connect with the secret that it got, and to send it once it has connected."""
-
 CLOSE_SECONDS = 2.0
 
 
@@ -72,7 +69,7 @@ class DataConnections:
             if there >= most:
                 text = f"{there} data connections are there or to come; as many as server.max_streams allows"
                 raise LaneFull(text, pushback(1))
-            self._secrets[secret] = peer, now + HELLO_SECONDS
+            self._secrets[secret] = peer, now + self._terms.admission.limits.hello_seconds
         return moe_pb2.OpenDataConnectionReply(port=self.port, secret=secret)
 
     @property
@@ -107,7 +104,7 @@ class DataConnections:
 
     def _let_in(self, connection: socket.socket) -> str:
         """Whose connection it is. Raises OSError."""
-        until, shown = time.monotonic() + HELLO_SECONDS, b""
+        until, shown = time.monotonic() + self._terms.admission.limits.hello_seconds, b""
         while len(shown) < SECRET_BYTES:
             connection.settimeout(max(1e-3, until - time.monotonic()))
             more = connection.recv(SECRET_BYTES - len(shown))
