@@ -150,7 +150,7 @@ class ServerConfig:
     health_port: int = 0  # of probes; 0 picks a free one, -1 has none
     stalled_seconds: float = 10.0  # after which a head that does not answer is not ready, nor alive
     registered_bytes: int = 4 << 30  # of regions, that a GPU copies from and to by itself; 0: none
-    data_connections: bool = True  # lanes take calls over TCP connections past gRPC, too; never where TLS is
+    data_connections: bool = True  # lanes take calls over TCP connections past gRPC, too
 
 
 @dataclass(frozen=True)

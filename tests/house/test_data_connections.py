@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from houses import Alone, house_config
-from keyed import Keyring, code_of
+from keyed import HOSTS, Keyring, code_of
 from lane_calls import in_threads
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -25,6 +25,7 @@ from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.client.sync_link import Link
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
 from moeserve.proto.transports import data_connections
+from moeserve.proto.transports.tls import TlsSocket
 from moeserve.runtime.keys.access import Role
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -214,17 +215,13 @@ def test_calls_go_on_when_a_rank_is_killed_and_comes_back(checkpoint_path: Path,
         assert asked_by(house)["DataConnection"] > 0
 
 
-@pytest.mark.parametrize("why", ["off", "encrypted", "out of reach", "an older rank"])
+@pytest.mark.parametrize("why", ["off", "out of reach", "an older rank"])
 def test_calls_go_by_grpc_where_there_is_no_connection(
-    checkpoint_path: Path, tmp_path: Path, alone: Alone, why: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint_path: Path, alone: Alone, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values, credentials = dict[str, Any](), None
+    values = dict[str, Any]()
     if why == "off":
         values["server__data_connections"] = False
-    if why == "encrypted":
-        ring = Keyring(tmp_path, "tls")
-        values = ring.settings()
-        credentials = ring.credentials(ring.shown("right", frozenset({Role.CALL})))
     if why == "out of reach":
 
         def refuse(*given: object, **options: object) -> socket.socket:
@@ -239,7 +236,7 @@ def test_calls_go_by_grpc_where_there_is_no_connection(
         monkeypatch.setattr(Link, "_ask_connection", unknown)
     with (
         LocalCluster(house_config(checkpoint_path, **values)) as house,
-        MoeClient(house.address, timeout=SECONDS, transport="inline", credentials=credentials) as client,
+        MoeClient(house.address, timeout=SECONDS, transport="inline") as client,
     ):
         for seed in range(5):
             check(client, alone, 5, seed)
@@ -250,6 +247,32 @@ def test_calls_go_by_grpc_where_there_is_no_connection(
                 stub = moe_pb2_grpc.LaneServiceStub(channel)
                 with pytest.raises(grpc.RpcError, match="calls by gRPC alone"):
                     stub.OpenDataConnection(moe_pb2.OpenDataConnectionRequest())
+
+
+@pytest.mark.parametrize("mode", ["tls", "mutual"])
+def test_with_tls_connections_are_encrypted_and_certificates_may_be_renewed(
+    checkpoint_path: Path, tmp_path: Path, alone: Alone, mode: str
+) -> None:
+    ring = Keyring(tmp_path, mode)
+    shown = ring.credentials(ring.shown("right", frozenset({Role.CALL})))
+    values = ring.settings() | {"passes__connections": "always"}
+    with LocalCluster(house_config(checkpoint_path, **values)) as house:
+        for _ in range(2):
+            with MoeClient(house.address, timeout=SECONDS, transport="inline", credentials=shown) as client:
+                for seed, rows in enumerate((1, 40, 2500, 40, 40, 40, 40, 40, 40, 40, 40, 40, 3)):
+                    check(client, alone, rows, seed)
+                (link,) = client._core.lanes._links.values()
+                ((_, kept),) = link._data._idle
+                assert isinstance(kept._connection, TlsSocket) and kept.fresh
+                with pytest.raises(InvalidArgument, match="is out of range"):
+                    hidden, experts, weights = alone.batch(40, seed=1)
+                    client.forward(0, hidden, experts + 1000, weights)
+                check(client, alone, 40, 1)
+                port = link._ask_connection(SECONDS).port
+                with socket.create_connection((link.address.split(":")[0], port), 5.0) as bare:
+                    bare.sendall(bytes(32))
+                    assert not bare.recv(1000).startswith(b"+"), "a secret is shown over TLS alone"
+            ring.pair = ring.service.sign("moeserve", *HOSTS)  # in the same files
 
 
 def test_with_grants_a_connection_is_for_who_may_call(

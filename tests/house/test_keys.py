@@ -28,11 +28,11 @@ from moeserve.proto.client import AsyncMoeClient, Choice, MoeClient
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError
 from moeserve.proto.transports.shared_memory import REFUSED
+from moeserve.proto.transports.tls import TlsSocket
 from moeserve.runtime.control.stream import Stream, StreamClosed
 from moeserve.runtime.keys.access import OPEN, PATHS, RPCS, Role
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import private_folder
-from moeserve.runtime.keys.tls import TlsSocket
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.runtime.sections import KeysConfig
 from moeserve.torch import MoeExperts, Settings, connect

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_certificates import Authority
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, Overloaded, Unavailable
 from moeserve.proto.transports import data_connections as ends
 from moeserve.proto.transports.carried import Carried
@@ -28,6 +32,8 @@ from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.data_connections import DataConnections
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.errors import LaneFull
+from moeserve.runtime.keys.keys import Keys
+from moeserve.runtime.sections import KeysConfig
 
 Ended = Callable[[moe_pb2.ForwardStreamReply], None]
 MOST = 1 << 20
@@ -90,6 +96,42 @@ class Door:
         ended(reply)
 
 
+@dataclass
+class Encryption:
+    """What both ends of this module's connections have of TLS, by turns nothing."""
+
+    keys: Keys
+    trusts: Credentials | None
+
+    @classmethod
+    def tls(cls, folder: Path) -> Encryption:
+        authority = Authority(folder, "service")
+        certificate, key = authority.sign("moeserve", "127.0.0.1")
+        keys = KeysConfig(
+            certificate=certificate, private_key=key, ca=authority.path, handshake_seconds=SECONDS
+        )
+        return cls(Keys(keys, "token"), Credentials(ca=authority.path))
+
+    def wrapped(self, made: socket.socket) -> socket.socket:
+        """A connection of a client that is none of ours."""
+        if self.trusts is None:
+            return made
+        context = ssl.create_default_context(cafile=self.trusts.ca)
+        return context.wrap_socket(made, server_hostname="127.0.0.1")
+
+
+NOW = Encryption(Keys(KeysConfig(), ""), None)
+"""That of the test that runs."""
+
+
+@pytest.fixture(autouse=True, params=["plain", "tls"])
+def encryption(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "tls":
+        made = Encryption.tls(tmp_path)
+        monkeypatch.setattr(NOW, "keys", made.keys)
+        monkeypatch.setattr(NOW, "trusts", made.trusts)
+
+
 @pytest.fixture
 def door() -> Door:
     return Door()
@@ -104,7 +146,14 @@ def admission() -> Admission:
 
 @pytest.fixture
 def there(door: Door, admission: Admission) -> Iterator[DataConnections]:
-    made = DataConnections("127.0.0.1", door, door.regions, admission, MOST)  # type: ignore[arg-type]
+    made = DataConnections(
+        "127.0.0.1",
+        door,  # type: ignore[arg-type]
+        door.regions,
+        admission,
+        MOST,
+        keys=NOW.keys,
+    )
     yield made
     made.close()
     assert until(lambda: not door.regions.list() and not door.regions.bytes), "no region is kept"
@@ -120,12 +169,12 @@ def connection(there: DataConnections) -> Iterator[DataConnection]:
 
 
 def opened(there: DataConnections) -> DataConnection:
-    return DataConnection.open("127.0.0.1", there.offer("ipv4:1.2.3.4:5"), 5.0)
+    return DataConnection.open("127.0.0.1", there.offer("ipv4:1.2.3.4:5"), 5.0, NOW.trusts)
 
 
 def raw(there: DataConnections) -> socket.socket:
     """A connection that is let in, and keeps to no form."""
-    made = socket.create_connection(("127.0.0.1", there.port), 5.0)
+    made = NOW.wrapped(socket.create_connection(("127.0.0.1", there.port), 5.0))
     made.sendall(there.offer("ipv4:1.2.3.4:5").secret)
     assert made.recv(1) == b"+"
     return made
@@ -180,21 +229,21 @@ def test_a_secret_lets_in_one_connection_and_not_for_long(
     there: DataConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = there.offer("ipv4:1.2.3.4:5")
-    DataConnection.open("127.0.0.1", given, 5.0).close()
+    DataConnection.open("127.0.0.1", given, 5.0, NOW.trusts).close()
     with pytest.raises(OSError):
-        DataConnection.open("127.0.0.1", given, 5.0)
+        DataConnection.open("127.0.0.1", given, 5.0, NOW.trusts)
     for wrong in (b"\0" * SECRET_BYTES, os.urandom(SECRET_BYTES)):
         with pytest.raises(OSError):
             DataConnection.open(
-                "127.0.0.1", moe_pb2.OpenDataConnectionReply(port=there.port, secret=wrong), 5.0
+                "127.0.0.1", moe_pb2.OpenDataConnectionReply(port=there.port, secret=wrong), 5.0, NOW.trusts
             )
     limits = there._terms.admission.limits
     monkeypatch.setattr(there._terms.admission, "limits", replace(limits, hello_seconds=0.05))
     late = there.offer("ipv4:1.2.3.4:5")
     time.sleep(0.1)
     with pytest.raises(OSError):
-        DataConnection.open("127.0.0.1", late, 5.0)
-    with socket.create_connection(("127.0.0.1", there.port), 5.0) as silent:
+        DataConnection.open("127.0.0.1", late, 5.0, NOW.trusts)
+    with NOW.wrapped(socket.create_connection(("127.0.0.1", there.port), 5.0)) as silent:
         silent.sendall(b"\1" * 5)
         assert silent.recv(1) == b"", "who shows no secret in time is left"
     monkeypatch.setattr(there._terms.admission, "limits", limits)
@@ -393,7 +442,7 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
         asked.append(timeout)
         return there.offer("ipv4:1.2.3.4:5")
 
-    client = ends.DataConnections(f"127.0.0.1:{there.port}", ask, encrypted=False)
+    client = ends.DataConnections(f"127.0.0.1:{there.port}", ask, NOW.trusts)
     assert client.likely
     first = client.take(5.0)
     assert first is not None
@@ -414,7 +463,6 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
     monkeypatch.setattr(client, "_again", 0.0)
     client.close()
     assert client.take(5.0) is None and len(asked) == count
-    assert ends.DataConnections("[::1]:99", ask, encrypted=True).take(5.0) is None and len(asked) == count
 
 
 def test_rows_lie_in_one_region_which_is_given_back_after_a_while(
@@ -457,3 +505,18 @@ def test_a_call_is_answered_where_there_is_no_room_for_a_region(
     connection.send(rows(900_000), 5.0)
     door.reply(answer, reply=moe_pb2.ForwardReply(epoch=3))
     assert isinstance(connection.receive(), Carried)
+
+
+def test_who_speaks_another_tongue_than_the_lane_is_left(
+    there: DataConnections, connection: DataConnection, door: Door, tmp_path: Path
+) -> None:
+    stranger = Credentials(ca=Authority(tmp_path / "stranger", "stranger").path)
+    other = None if NOW.trusts is not None else stranger
+    for trusts in (other, stranger):
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            DataConnection.open("127.0.0.1", there.offer("ipv4:1.2.3.4:5"), 2.0, trusts)
+        assert time.monotonic() - began < 3.0
+    connection.send(rows(5000), 5.0)
+    door.reply(bytes(5000), reply=moe_pb2.ForwardReply(epoch=1))
+    connection.receive()

@@ -97,8 +97,7 @@ class Link:
         )
         self.regions = RegionPool()
         self.streams = StreamPool(self.lane)
-        encrypted = credentials is not None and bool(credentials.ca)
-        self._data = DataConnections(address, self._ask_connection, encrypted=encrypted)
+        self._data = DataConnections(address, self._ask_connection, credentials)
         self.closed = False
 
     def unary(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl
 import struct
 import time
 from collections import deque
@@ -21,9 +22,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, outcome
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.carried import Carried
+from moeserve.proto.transports.tls import TlsSocket
 
 HEADER = struct.Struct("<4sIQ")
 """MAGIC, bytes of the message, and of the data behind it."""
@@ -54,6 +57,9 @@ MOST_IDLE, IDLE_SECONDS = 32, 60.0
 
 Buffers = list[memoryview]
 
+Connection = socket.socket | TlsSocket
+"""A TCP connection, encrypted where callers come over TLS."""
+
 
 def frame_of(message: bytes, data: memoryview | None) -> Buffers:
     """What is sent of a message and its data."""
@@ -62,8 +68,10 @@ def frame_of(message: bytes, data: memoryview | None) -> Buffers:
     return [head] if data is None else [head, data.cast("B")]
 
 
-def sent_of(connection: socket.socket, left: Buffers) -> Buffers:
+def sent_of(connection: Connection, left: Buffers) -> Buffers:
     """Sends as much as a connection that does not block takes now; returns what is left. Raises OSError."""
+    if isinstance(connection, TlsSocket):
+        return connection.send_some(left)
     try:
         sent = connection.sendmsg(left)
     except BlockingIOError:
@@ -88,8 +96,9 @@ class FrameReader:
     to read, or raises.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._wakes_late = isinstance(connection, socket.socket)  # of what is encrypted some may be here
         self._first = memoryview(bytearray(FIRST_BYTES))
 
     def header(self, wait: Callable[[], object]) -> tuple[int, int, int] | None:
@@ -156,7 +165,7 @@ class FrameReader:
                 try:
                     came = self._connection.recv_into(place)
                 except BlockingIOError:
-                    if asked != (asked := min(len(place), MOST_AT_ONCE)):
+                    if self._wakes_late and asked != (asked := min(len(place), MOST_AT_ONCE)):
                         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
                     wait()
                     continue
@@ -178,7 +187,7 @@ class FrameReader:
 class DataConnection:
     """One connection to a lane, for one thread at a time: after a `send` comes one `receive`, or `close`."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         """connection: to whom the lane has let in; it does not block from here on."""
         connection.settimeout(0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -191,14 +200,28 @@ class DataConnection:
         self._process = os.getpid()
 
     @classmethod
-    def open(cls, host: str, made: moe_pb2.OpenDataConnectionReply, timeout: float) -> DataConnection:
-        """A connection to the lane at `host` that answered so. Raises OSError."""
+    def open(
+        cls,
+        host: str,
+        made: moe_pb2.OpenDataConnectionReply,
+        timeout: float,
+        credentials: Credentials | None = None,
+    ) -> DataConnection:
+        """A connection to the lane at `host` that answered so, over TLS where `credentials` say whom to
+        trust. Raises OSError.
+        """
         until = time.monotonic() + timeout
-        connection = socket.create_connection((host, made.port), timeout)
+        bare = socket.create_connection((host, made.port), timeout)
+        connection: Connection = bare
         try:
-            connection.sendall(made.secret)
+            if credentials is not None and credentials.ca:
+                name = credentials.server_name or host
+                connection = tls = TlsSocket(bare, _trusting(credentials.ca), name)
+                tls.handshake(until - time.monotonic())
             connection.settimeout(max(1e-3, until - time.monotonic()))
-            if connection.recv(1) != LET_IN:
+            connection.sendall(made.secret)
+            let_in = bytearray(1)
+            if not connection.recv_into(memoryview(let_in)) or let_in != LET_IN:
                 raise ConnectionRefusedError(f"{host}:{made.port} does not take this connection")
             return cls(connection)
         except BaseException:
@@ -280,15 +303,19 @@ class DataConnections:
     """The idle connections to one lane. Safe to use from any thread."""
 
     def __init__(
-        self, address: str, ask: Callable[[float], moe_pb2.OpenDataConnectionReply], *, encrypted: bool
+        self,
+        address: str,
+        ask: Callable[[float], moe_pb2.OpenDataConnectionReply],
+        credentials: Credentials | None = None,
     ) -> None:
-        """ask: has the lane open one, within so many seconds; raises MoeError. encrypted: whether calls go
-        over TLS, and so by gRPC alone.
+        """ask: has the lane open one, within so many seconds; raises MoeError. credentials: whom to trust,
+        where calls go over TLS.
         """
         self._host = address.rpartition(":")[0].strip("[]")
         self._ask = ask
         self._idle = deque[tuple[float, DataConnection]]()  # with since when
-        self._again = float("inf") if encrypted else 0.0  # when one may be opened
+        self._credentials = credentials
+        self._again = 0.0  # when one may be opened
         self._closed = False
 
     @property
@@ -310,7 +337,7 @@ class DataConnections:
             return None
         seconds = min(OPEN_SECONDS, timeout)
         try:
-            return DataConnection.open(self._host, self._ask(seconds), seconds)
+            return DataConnection.open(self._host, self._ask(seconds), seconds, self._credentials)
         except Overloaded:
             self._again = time.monotonic() + OPEN_SECONDS
         except (MoeError, OSError):  # an older lane, or one that this host does not reach so
@@ -343,6 +370,14 @@ class DataConnections:
                 self._idle.pop()[1].close()
             except IndexError:
                 break
+
+
+def _trusting(ca: str) -> ssl.SSLContext:
+    """What a caller asks of a lane's certificate. Its own was shown to gRPC. Raises OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(cafile=ca)
+    return context
 
 
 def _gone(why: str) -> Unavailable:

@@ -95,13 +95,13 @@ class Endpoint:
 
     def data_connections(
         self, host: str, door: Begins, regions: Regions, lanes: OwnLanes | None = None
-    ) -> Offer | None:
-        """Takes calls of `door` over TCP connections of `host`, too; returns what offers one to a caller, and
-        None where callers use TLS, which these do not. lanes: over which calls may go. Raises OSError.
+    ) -> Offer:
+        """Takes calls of `door` over TCP connections of `host`, too, encrypted where callers use TLS; returns
+        what offers one to a caller. lanes: over which calls may go. Raises OSError.
         """
-        if self._keys.encrypts:
-            return None
-        self._data = DataConnections(host, door, regions, self._admission, self._most_bytes, lanes)
+        self._data = DataConnections(
+            host, door, regions, self._admission, self._most_bytes, lanes, self._keys
+        )
         return self._data.offer
 
     def set_serving(self, *, serving: bool) -> None:

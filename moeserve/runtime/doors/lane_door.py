@@ -43,7 +43,7 @@ NOT_THE_FRONT_DOOR = GrpcStatus(
 NO_DATA_CONNECTIONS = GrpcStatus(
     "FAILED_PRECONDITION",
     "no_data_connections",
-    "this lane takes calls by gRPC alone: its callers use TLS, or server.data_connections is off",
+    "this lane takes calls by gRPC alone: server.data_connections is off",
 )
 """How a lane refuses connections past gRPC."""
 

@@ -62,6 +62,10 @@ class Certificates:
         """For a connection from another process of the service."""
         return self._now().mutual
 
+    def serving(self) -> ssl.SSLContext:
+        """For a connection from a caller who has shown its certificate elsewhere, if one is asked for."""
+        return self._now().server
+
     def probed(self) -> ssl.SSLContext:
         """For a connection to an exporter: a probe shows no certificate."""
         return self._now().probed

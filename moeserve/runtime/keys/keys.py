@@ -9,10 +9,10 @@ import ssl
 import grpc
 
 from moeserve.proto.credentials import Credentials
+from moeserve.proto.transports.tls import TlsSocket
 from moeserve.runtime.keys.certificates import Certificates
 from moeserve.runtime.keys.grants import Grants
 from moeserve.runtime.keys.guard import Guard, RpcGuard
-from moeserve.runtime.keys.tls import TlsSocket
 from moeserve.runtime.sections import KeysConfig
 
 Connection = socket.socket | TlsSocket
@@ -91,6 +91,12 @@ class Keys:
         if self._certificates is None:
             return connection
         return self._shaken(TlsSocket(connection, self._certificates.accepting()))
+
+    def admit(self, connection: socket.socket) -> Connection:
+        """A connection from a caller, who shows by other means who it is; as `accept`."""
+        if self._certificates is None:
+            return connection
+        return self._shaken(TlsSocket(connection, self._certificates.serving()))
 
     def dial(self, connection: socket.socket, host: str) -> Connection:
         """A connection to the process of the service at `host`, as `accept`."""

@@ -15,11 +15,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from moeserve.proto.texts import clipped
+from moeserve.proto.transports.tls import certificate_names
 from moeserve.runtime.keys.grants import NotAuthenticated, Refused
 from moeserve.runtime.keys.guard import Guard
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.keys.sockets import HeldPort
-from moeserve.runtime.keys.tls import certificate_names
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment

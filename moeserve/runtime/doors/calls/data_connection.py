@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.transports.data_connections import Buffers, FrameReader, frame_of, sent_of
+from moeserve.proto.transports.data_connections import Buffers, Connection, FrameReader, frame_of, sent_of
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_lane import ConnectionLane, OwnLanes
 from moeserve.runtime.doors.calls.connection_region import ConnectionRegion
@@ -79,7 +79,7 @@ class _Asked:
 class DataConnection:
     """One caller's connection, by the thread that runs it."""
 
-    def __init__(self, of: Terms, connection: socket.socket, peer: str) -> None:
+    def __init__(self, of: Terms, connection: Connection, peer: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._of, self._connection, self._peer = of, connection, peer

@@ -11,10 +11,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped
-from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES
+from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES, Connection
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
@@ -22,6 +23,7 @@ from moeserve.runtime.doors.calls.data_connection import DataConnection, Terms
 from moeserve.runtime.doors.calls.lane_stream import Begins
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.errors import LaneFull, pushback
+from moeserve.runtime.keys.keys import NO_KEYS, Keys
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +47,15 @@ class DataConnections:
         admission: Admission,
         most_bytes: int,
         lanes: OwnLanes | None = None,
+        keys: Keys = NO_KEYS,
     ) -> None:
-        """most_bytes: of one message with its data. lanes: None: calls go over none."""
+        """most_bytes: of one message with its data. lanes: None: calls go over none. keys: whether callers
+        come over TLS, and what they are shown.
+        """
         # half of the regions at most; the rest is others'
         rooms = threading.BoundedSemaphore(max(1, regions.limits.max_regions // 2))
         self._terms = Terms(door, regions, admission, most_bytes, rooms, lanes)
+        self._keys = keys
         listener = socket.create_server((host, 0))
         self.port: int = listener.getsockname()[1]
         self._secrets: dict[bytes, tuple[str, float]] = {}  # of whom, and until when
@@ -93,31 +99,30 @@ class DataConnections:
 
     def _serve(self, guest: Guest) -> None:
         """Lets a caller in who has a secret, and takes its calls until it leaves."""
-        connection = guest.connection
         try:
-            with connection:
+            with guest.connection, closing(self._keys.admit(guest.connection)) as connection:
                 peer = self._let_in(connection)
                 guest.known()
                 self._take_calls(connection, peer)
         except (OSError, ValueError) as error:
             log.info("a data connection of %s ends: %s", guest.peer, clipped(str(error)))
 
-    def _let_in(self, connection: socket.socket) -> str:
+    def _let_in(self, connection: Connection) -> str:
         """Whose connection it is. Raises OSError."""
         until, shown = time.monotonic() + self._terms.admission.limits.hello_seconds, b""
         while len(shown) < SECRET_BYTES:
             connection.settimeout(max(1e-3, until - time.monotonic()))
-            more = connection.recv(SECRET_BYTES - len(shown))
-            if not more:
+            more = bytearray(SECRET_BYTES - len(shown))
+            if not (came := connection.recv_into(memoryview(more))):
                 raise ConnectionRefusedError("it showed no secret")
-            shown += more
+            shown += bytes(more[:came])
         with self._lock:  # a dict finds a secret by its hash, which does not tell how nearly one is right
             peer, until = self._secrets.pop(shown, ("", 0.0))
         if until < time.monotonic():
             raise ConnectionRefusedError("it showed no secret that was given for a connection")
         return peer
 
-    def _take_calls(self, connection: socket.socket, peer: str) -> None:
+    def _take_calls(self, connection: Connection, peer: str) -> None:
         made = DataConnection(self._terms, connection, peer)
         with self._lock:
             if self._closed:

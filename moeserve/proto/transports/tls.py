@@ -12,11 +12,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 PIECE = 1 << 18
 """Bytes that are encrypted, or asked of the socket, at once."""
+
+_NOTHING = memoryview(b"")
 
 
 class TlsSocket:
@@ -36,6 +38,7 @@ class TlsSocket:
         )
         self._lock = threading.Lock()  # of what OpenSSL works on
         self._sending = threading.Lock()  # records go out in the order in which they were made
+        self._records = _NOTHING  # that were made by `send_some`, and are not sent
 
     def handshake(self, within: float) -> None:
         """Agrees on keys with the other end within so many seconds. Raises OSError, such as TimeoutError."""
@@ -77,8 +80,32 @@ class TlsSocket:
                     records = self._outgoing.read()
                 self._socket.sendall(records)
 
+    def send_some(self, left: Sequence[memoryview]) -> list[memoryview]:
+        """Sends as much of some bytes as a connection that does not block takes now; returns what is left:
+        one empty view where all was encrypted, and is not sent. Raises OSError.
+        """
+        parts = [part.cast("B") for part in left if part.nbytes]
+        if len(parts) > 1 and sum(map(len, parts)) <= PIECE:
+            parts = [memoryview(b"".join(parts))]  # one record, or few
+        with self._sending:
+            while True:
+                if not self._records:
+                    if not parts:
+                        return []
+                    with self._lock:
+                        made = self._tls.write(parts[0][:PIECE])
+                        self._records = memoryview(self._outgoing.read())
+                    parts = [parts[0][made:], *parts[1:]] if made < len(parts[0]) else parts[1:]
+                try:
+                    sent = self._socket.send(self._records)
+                except BlockingIOError:
+                    return parts or [_NOTHING]
+                self._records = self._records[sent:]
+
     def recv_into(self, into: memoryview) -> int:
-        """Reads what is there into `into`, waiting for the first byte; 0 at the end."""
+        """Reads what is there into `into`, waiting for the first byte; 0 at the end. Raises BlockingIOError
+        where the connection does not block, and nothing whole is there.
+        """
         if not (self._incoming.pending or self._tls.pending() or self._incoming.eof):
             self._take(self._socket.recv(PIECE))  # at once: to ask OpenSSL for what is not there takes 3 us
         while True:
