@@ -122,21 +122,3 @@ def test_steps_of_few_rows_and_of_many_are_expected_apart(clock: Clock) -> None:
     for rows, takes in ((1, 2e-4), (512, 5e-3)):
         late, _ = awaited(expected, clock, takes, rows=rows)
         assert late <= LOOK
-
-
-@pytest.mark.parametrize("awake", [0.0, AWAKE])
-def test_a_caller_whom_the_rank_wakes_looks_seldom_itself(clock: Clock, awake: float) -> None:
-    expected = Expected(awake, woken=True)
-    for takes in (14e-3, 14e-3, 14e-3, 60e-3):
-        expected.sent(1)
-        since, there, looks, sleeps = clock.now, clock.now + takes, 0, 0
-        while clock.now < there:
-            looks += 1
-            seconds = expected.sleep(clock.now, looks)
-            assert seconds <= module.WOKEN_SLEEP
-            sleeps += seconds > 0
-            clock.now = min(there, clock.now + seconds) if seconds else clock.now + LOOK
-        expected.came(awaited=True, slept=False)
-        assert sleeps <= 1 + (clock.now - since) / module.WOKEN_SLEEP + (2 if awake else 0)
-        if not awake:
-            assert looks == sleeps

@@ -139,7 +139,7 @@ class AttachedLane:
         self._detached = False
         self._running: Pass | None = None
         awake = awake_seconds() if wanted.spin is None else wanted.spin
-        self._expected = [Expected(awake, woken=self.memory.woken) for _ in range(wanted.stages)]
+        self._expected = [Expected(awake) for _ in range(wanted.stages)]
 
     @classmethod
     def attach(cls, address: str, wanted: Wanted) -> AttachedLane:

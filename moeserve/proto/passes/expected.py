@@ -28,11 +28,6 @@ no longer than a quarter of what answers take and `EARLY_SECONDS`.
 SHORTEST_SLEEP, LONGEST_SLEEP = 20e-6, 0.001
 """Between two looks. After the time in which it looks again and again, an eighth of the wait."""
 
-WOKEN_SLEEP = 0.05
-"""The longest between two looks of a caller whom its rank wakes. Each more takes a core from who computes the
-answer: on two cores those of a step of two ranks, 14 ms long, had it last 0.6 ms longer.
-"""
-
 SHORTER, SHORTEST = 0.9, 0.5
 """What is left of the expected time where the answer was there when its caller's sleep was over; less each
 time in a row, and at least the second.
@@ -50,13 +45,11 @@ def awake_seconds() -> float:
 class Expected:
     """The answers of one stage, over all passes; steps of about as many rows take about as long.
 
-    awake: seconds for which the caller looks again and again; 0: it sleeps. woken: whoever writes an answer
-    wakes it.
+    awake: seconds for which the caller looks again and again; 0: it sleeps.
     """
 
-    def __init__(self, awake: float, *, woken: bool = False) -> None:
-        self.awake, self._woken = awake, woken
-        self._longest = WOKEN_SLEEP if woken else LONGEST_SLEEP
+    def __init__(self, awake: float) -> None:
+        self.awake = awake
         self._known: dict[int, float] = {}  # seconds from rows to answer, by the bits of a number of rows
         self._rows = 0  # of the step that was sent last, in bits
         self._since = time.monotonic()
@@ -81,16 +74,12 @@ class Expected:
             return 0.0
         expected = self.seconds
         before = expected - waited - (EARLY_SECONDS if self.awake else 0.0)
-        if self._woken and not self.awake:
-            return self._longest
         if before > 0:
-            return min(self._longest, before)
+            return min(LONGEST_SLEEP, before)
         late = waited - expected
         if self.awake and expected and late < min(self.awake, EARLY_SECONDS + expected / 4):
             return 0.0
-        return (
-            self._longest if self._woken else min(LONGEST_SLEEP, max(late / 8, waited / 16, SHORTEST_SLEEP))
-        )
+        return min(LONGEST_SLEEP, max(late / 8, waited / 16, SHORTEST_SLEEP))
 
     def came(self, *, awaited: bool, slept: bool) -> None:
         """The answer was found. awaited: it was not there at the first look. slept: it came while its caller

@@ -52,11 +52,10 @@ CHOICE, LOGITS = 0, 1
 
 ENDED, STATUS, TEXT_BYTES, TAKES = range(4)
 """Words of the answers: the number of the pass that has ended, written last; how; the bytes of the text; and
-what the rank takes of the caller, from when the lane is made: TAKES_FILLED, TAKES_BUFFER; or TAKES_WAKES:
-hosts alone write answers and ends, and wake who waits for them.
+what the rank takes of the caller, from when the lane is made: TAKES_FILLED, TAKES_BUFFER.
 """
 
-TAKES_FILLED, TAKES_BUFFER, TAKES_WAKES = 1, 2, 4
+TAKES_FILLED, TAKES_BUFFER = 1, 2
 
 TEXT = 64  # bytes before the text
 MOST_TEXT = 1024

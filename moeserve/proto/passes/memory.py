@@ -43,7 +43,6 @@ class LaneMemory:
         self.fills = made.goes_ahead and bool(self.out[m.TAKES] & m.TAKES_FILLED)
         self.buffers = layout.buffers if self.out[m.TAKES] & m.TAKES_BUFFER else 1  # of answers
         self.words = Words(self.out)  # which their writer may wake
-        self.woken = self.words.wakes and bool(self.out[m.TAKES] & m.TAKES_WAKES)  # by each that is wanted
         self._written = Words(self.box)
 
     @property

@@ -239,7 +239,7 @@ class Pass:
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the pass has ended, and raises what it ended with, unless that is OK."""
-        self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0, woken=self._memory.woken), ends=True)
+        self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0), ends=True)
 
     @property
     def status(self) -> Status | None:
@@ -257,7 +257,7 @@ class Pass:
         if self.status is None:
             self.give_up()
             try:
-                self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0, woken=self._memory.woken), ends=True)
+                self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0), ends=True)
             except MoeError:
                 if self.status is None:  # the rank is gone; else it ended in another way just then
                     raise
@@ -294,7 +294,7 @@ class Pass:
             if now - started > limit:
                 text = f"pass {self.number}: nothing came within {limit:g} s"
                 raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text)
-            if seconds := min(expected.sleep(now, looks), max(SHORTEST_SLEEP, started + limit - now)):
+            if seconds := expected.sleep(now, looks):
                 slept = not self._memory.words.sleep(at, found, seconds, None if ends else wanted)
             else:
                 time.sleep(0)

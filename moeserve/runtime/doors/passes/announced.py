@@ -111,11 +111,6 @@ class AnnouncedLane(ABC):
         self._out[m.TAKES] = m.TAKES_FILLED | m.TAKES_BUFFER
         self._last = 0  # the pass that was announced last
 
-    def say_it_wakes(self) -> None:
-        """Tells its caller that hosts alone write what it waits for, and wake it. Before it is attached."""
-        if self._out_words.wakes:
-            self._out[m.TAKES] |= m.TAKES_WAKES
-
     @property
     def ahead(self) -> bool:
         """Whether its steps are launched ahead now, and may wait for its caller's rows on the device."""

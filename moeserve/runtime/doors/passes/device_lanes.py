@@ -175,7 +175,6 @@ class DeviceLanes:
         mail = self.looking.mail
         made = None if mail is None else mail.host_lane(memory, terms, calls)
         if mail is None or made is None:
-            calls.say_it_wakes()
             return calls
 
         def company() -> Company:
