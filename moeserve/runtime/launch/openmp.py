@@ -1,8 +1,8 @@
 """How long OpenMP's threads of a rank look for more to do before they sleep.
 
 Those that come with torch look for milliseconds. A step on the CPU is over then, and whoever is to have its
-answer, or brings the next rows, finds no core: on two cores a step of 256 rows of 7168 takes its caller 0.3
-ms longer.
+answer, or brings the next rows, finds no core: on two cores an inline call of 256 rows of 7168 took 6.7 ms,
+in turns with one of 5.5 where they look for 40 us.
 """
 
 from __future__ import annotations
