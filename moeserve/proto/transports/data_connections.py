@@ -216,7 +216,7 @@ class DataConnection:
         try:
             if credentials is not None and credentials.ca:
                 name = credentials.server_name or host
-                connection = tls = TlsSocket(bare, _trusting(credentials.ca), name)
+                connection = tls = TlsSocket(bare, _context(credentials), name)
                 tls.handshake(until - time.monotonic())
             connection.settimeout(max(1e-3, until - time.monotonic()))
             connection.sendall(made.secret)
@@ -372,11 +372,13 @@ class DataConnections:
                 break
 
 
-def _trusting(ca: str) -> ssl.SSLContext:
-    """What a caller asks of a lane's certificate. Its own was shown to gRPC. Raises OSError."""
+def _context(credentials: Credentials) -> ssl.SSLContext:
+    """What a caller asks of a lane's certificate, and its own, as the files are now. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_verify_locations(cafile=ca)
+    context.load_verify_locations(cafile=credentials.ca)
+    if credentials.certificate:
+        context.load_cert_chain(credentials.certificate, credentials.private_key, password="")
     return context
 
 

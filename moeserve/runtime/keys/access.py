@@ -179,7 +179,6 @@ class Listener:
     admits: str  # how it knows whom to let in
     most: int = 1  # of one process
     lets_in: Lets = Lets.KEYED
-    plain: bool = False  # there only where nothing is encrypted
 
 
 LISTENERS = (
@@ -190,7 +189,7 @@ LISTENERS = (
     Listener("probes", "head", "tcp", "TLS; anyone", lets_in=Lets.PROBES),
     Listener("gRPC of probes", "prober", "unix", "folder of mode 0700"),
     Listener("lane", "rank", "tcp", "TLS; the table of RPCs"),
-    Listener("data connections", "rank", "tcp", "a secret that a caller got over gRPC", plain=True),
+    Listener("data connections", "rank", "tcp", "TLS; a secret that a caller got over gRPC"),
     Listener("weights", "rank", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of a rank", "rank", "tcp", "TLS; the table of HTTP paths"),
     Listener("gloo", "rank", "tcp", "not encrypted by us", lets_in=Lets.LIBRARY),

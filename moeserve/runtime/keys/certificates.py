@@ -59,12 +59,8 @@ class Certificates:
         return bool(self._keys.client_ca)
 
     def accepting(self) -> ssl.SSLContext:
-        """For a connection from another process of the service."""
+        """For a connection from another process of the service, or from a caller."""
         return self._now().mutual
-
-    def serving(self) -> ssl.SSLContext:
-        """For a connection from a caller who has shown its certificate elsewhere, if one is asked for."""
-        return self._now().server
 
     def probed(self) -> ssl.SSLContext:
         """For a connection to an exporter: a probe shows no certificate."""

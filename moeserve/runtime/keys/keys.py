@@ -84,19 +84,14 @@ class Keys:
     # -- sockets of our own
 
     def accept(self, connection: socket.socket) -> Connection:
-        """A connection from another process of the service, encrypted where TLS is configured.
+        """A connection from another process of the service, or from a caller, encrypted where TLS is
+        configured.
 
         Blocks for `keys.handshake_seconds` at most; raises OSError where the other end does not fit.
         """
         if self._certificates is None:
             return connection
         return self._shaken(TlsSocket(connection, self._certificates.accepting()))
-
-    def admit(self, connection: socket.socket) -> Connection:
-        """A connection from a caller, who shows by other means who it is; as `accept`."""
-        if self._certificates is None:
-            return connection
-        return self._shaken(TlsSocket(connection, self._certificates.serving()))
 
     def dial(self, connection: socket.socket, host: str) -> Connection:
         """A connection to the process of the service at `host`, as `accept`."""

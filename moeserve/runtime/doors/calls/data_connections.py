@@ -100,7 +100,7 @@ class DataConnections:
     def _serve(self, guest: Guest) -> None:
         """Lets a caller in who has a secret, and takes its calls until it leaves."""
         try:
-            with guest.connection, closing(self._keys.admit(guest.connection)) as connection:
+            with guest.connection, closing(self._keys.accept(guest.connection)) as connection:
                 peer = self._let_in(connection)
                 guest.known()
                 self._take_calls(connection, peer)
