@@ -117,7 +117,7 @@ class LaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenDataConnection(self, request, context):
-        """Has the lane take one TCP connection for calls past gRPC, which its caller makes next. Refused where calls go over TLS.
+        """Has the lane take one TCP connection for calls past gRPC, which its caller makes next.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

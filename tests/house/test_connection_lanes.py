@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
+from failures import standing_still
 from houses import Alone, house_config
-from lane_calls import in_threads
+from lane_calls import in_threads, requests
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import Choice, Logits, MoeClient
@@ -60,17 +59,6 @@ def until(true: object, seconds: float = 5.0) -> None:
     while not true():  # type: ignore[operator]
         assert time.monotonic() < limit
         time.sleep(0.01)
-
-
-def requests(house: LocalCluster, **labels: str) -> int:
-    """Calls that the ranks have answered with these labels."""
-    found = 0
-    for target in house.metrics_targets()[1:]:
-        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
-            for line, value in re.findall(r"moe_requests_total\{(.*)\} (\S+)", answer.read().decode()):
-                if labels.items() <= dict(re.findall(r'(\w+)="(\w+)"', line)).items():
-                    found += int(float(value))
-    return found
 
 
 def check(client: MoeClient, alone: Alone, rows: int, seed: int, **options: int) -> None:
@@ -206,15 +194,11 @@ def test_a_deadline_over_a_lane_is_kept_and_the_next_call_is_right(
 ) -> None:
     warmed(client, alone)
     batch = alone.batch(ROWS, seed=1)
-    pid = house.pid(1)  # of the group's other member, without which no step ends
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with standing_still(house.pid(1)):  # the group's other member, without which no step ends
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             client.forward(1, *batch, timeout=0.5)
         assert time.monotonic() - began < 3.0
-    finally:
-        os.kill(pid, signal.SIGCONT)
     for seed in range(20):
         check(client, alone, ROWS, seed)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,10 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from failures import standing_still
 from houses import Alone, house_config
 from keyed import HOSTS, Keyring, code_of
-from lane_calls import in_threads
+from lane_calls import in_threads, requests
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import Choice, Logits, MoeClient
@@ -46,17 +45,6 @@ def client(house: LocalCluster) -> Iterator[MoeClient]:
         yield made
 
 
-def asked_by(house: LocalCluster) -> dict[str, int]:
-    """Calls that the ranks have answered, by how they came."""
-    found = dict[str, int]()
-    for target in house.metrics_targets()[1:]:
-        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
-            for line in re.findall(r"moe_requests_total\{(.*)\} (\S+)", answer.read().decode()):
-                method = re.findall(r'method="(\w+)"', line[0])[0]
-                found[method] = found.get(method, 0) + int(float(line[1]))
-    return found
-
-
 def check(client: MoeClient, alone: Alone, rows: int, seed: int, **options: int) -> None:
     batch = alone.batch(rows, seed=seed)
     found = client.forward(seed % 2, *batch, **options)  # type: ignore[arg-type]
@@ -64,7 +52,7 @@ def check(client: MoeClient, alone: Alone, rows: int, seed: int, **options: int)
 
 
 def test_inline_calls_of_any_size_go_past_grpc(house: LocalCluster, client: MoeClient, alone: Alone) -> None:
-    before = asked_by(house)
+    before = requests(house, method="DataConnection"), requests(house, method="Forward")
     for seed, rows in enumerate((1, 3, 16, 17, 40, 100, 900, 2500, 1, 5)):
         check(client, alone, rows, seed)
     none = client.forward(0, *(part[:0] for part in alone.batch(2, seed=1)))
@@ -74,9 +62,8 @@ def test_inline_calls_of_any_size_go_past_grpc(house: LocalCluster, client: MoeC
     torch.testing.assert_close(
         torch.from_numpy(np.asarray(as_numpy)), alone.forward(1, hidden, experts, weights), **CLOSE
     )
-    after = asked_by(house)
-    assert after["DataConnection"] >= before.get("DataConnection", 0) + 12
-    assert after.get("Forward", 0) == before.get("Forward", 0), "none by gRPC"
+    assert requests(house, method="DataConnection") >= before[0] + 12
+    assert requests(house, method="Forward") == before[1], "none by gRPC"
 
 
 def test_routes_of_any_kind_and_errors_are_those_of_other_calls(
@@ -169,15 +156,11 @@ def test_a_rank_that_stands_still_is_waited_for_no_longer_than_was_said(
     batch = alone.batch(3, seed=1)
     with MoeClient(house.address, timeout=SECONDS, lane=0, transport="inline") as client:
         client.forward(1, *batch)
-        pid = house.pid(0)
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with standing_still(house.pid(0)):
             began = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 client.forward(1, *batch, timeout=0.3)
             assert time.monotonic() - began < 3.0
-        finally:
-            os.kill(pid, signal.SIGCONT)
         check(client, alone, 3, 1)
         (link,) = client._core.lanes._links.values()
         assert len(link._data._idle) == 1, "the one whose call was given up is not used again"
@@ -212,7 +195,7 @@ def test_calls_go_on_when_a_rank_is_killed_and_comes_back(checkpoint_path: Path,
         os.kill(house.pid(1), signal.SIGKILL)
         for seed in range(40):
             check(client, alone, 5, seed)
-        assert asked_by(house)["DataConnection"] > 0
+        assert requests(house, method="DataConnection") > 0
 
 
 @pytest.mark.parametrize("why", ["off", "out of reach", "an older rank"])

@@ -13,6 +13,7 @@ import pytest
 from begun_steps import Step
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.passes import refusals
 from moeserve.runtime.doors.calls import connection_lane
 from moeserve.runtime.doors.calls.connection_lane import FEWEST_CALLS, ConnectionLane, OwnLanes
 from moeserve.runtime.doors.passes.announced import LaneModel
@@ -268,7 +269,7 @@ def test_a_caller_that_leaves_is_seen_while_its_step_is_under_way(
 def test_a_lane_is_asked_for_again_after_a_while(
     rank: Rank, lane: ConnectionLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_lane, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 0.1)
     monkeypatch.setattr(connection_lane, "ALONE_SECONDS", 0.0)
     other = ConnectionLane(rank.own, "")
     warmed(other)

@@ -507,6 +507,45 @@ def test_a_call_is_answered_where_there_is_no_room_for_a_region(
     assert isinstance(connection.receive(), Carried)
 
 
+@pytest.mark.parametrize("what", ["the secret", "its first record"])
+def test_who_sends_a_byte_now_and_then_is_left_in_time(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """However often one comes: a record of TLS has thousands."""
+    limits = replace(there._terms.admission.limits, hello_seconds=0.4)
+    monkeypatch.setattr(there._terms.admission, "limits", limits)
+    sent, pause, began = bytes(1 << 14), 0.02, time.monotonic()
+    with socket.create_connection(("127.0.0.1", there.port), 5.0) as slow:
+        if what == "its first record":
+            sent, pause = b"\x16\x03\x01\x40\x00" + sent, 0.0003
+        elif NOW.trusts is not None:
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            tls = ssl.create_default_context(cafile=NOW.trusts.ca).wrap_bio(
+                incoming, outgoing, server_hostname="127.0.0.1"
+            )
+            while True:
+                try:
+                    tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    slow.sendall(outgoing.read())
+                    incoming.write(slow.recv(1 << 16))
+            slow.sendall(outgoing.read())
+            tls.write(sent)
+            sent = outgoing.read()
+        slow.settimeout(pause)
+        for byte in sent:
+            try:
+                slow.sendall(bytes([byte]))
+                if slow.recv(1) != b"+":
+                    break
+            except TimeoutError:
+                pass
+            except OSError:
+                break
+            assert time.monotonic() - began < 2.5, "it is left"
+
+
 def test_who_speaks_another_tongue_than_the_lane_is_left(
     there: DataConnections, connection: DataConnection, door: Door, tmp_path: Path
 ) -> None:

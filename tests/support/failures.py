@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -38,6 +40,16 @@ def stand_still(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     while any(_state(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
         time.sleep(0.001)
+
+
+@contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """A process that is stopped meanwhile."""
+    stand_still(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def _state(thread: Path) -> str:

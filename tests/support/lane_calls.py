@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +14,7 @@ from houses import Alone
 
 from moeserve.proto.client import MoeClient
 from moeserve.proto.passes.lane_client import LaneClient
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -40,6 +43,17 @@ def in_threads(count: int, call: Callable[[int], object]) -> None:
     with ThreadPoolExecutor(count) as pool:
         for _ in pool.map(call, range(count), timeout=60.0):
             pass
+
+
+def requests(house: LocalCluster, **labels: str) -> int:
+    """Calls that the ranks have answered with these labels."""
+    found = 0
+    for target in house.metrics_targets()[1:]:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+            for line, value in re.findall(r"moe_requests_total\{(.*)\} (\S+)", answer.read().decode()):
+                if labels.items() <= dict(re.findall(r'(\w+)="(\w+)"', line)).items():
+                    found += int(float(value))
+    return found
 
 
 def line_of(client: LaneClient) -> Any:

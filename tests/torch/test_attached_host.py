@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 from gpu_ways import batch
 from houses import Alone, house_config
-from lane_calls import Ordinary, line_of
+from lane_calls import Ordinary, line_of, requests
 from torch import Tensor
 
 from moeserve.proto.client import Choice, MoeClient
@@ -54,15 +52,7 @@ def rested() -> None:
 
 def calls_of(house: LocalCluster) -> int:
     """Steps of device lanes that were begun as calls, so far."""
-    found = 0
-    for address in house.metrics_targets()[1:]:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        found += sum(
-            int(float(value))
-            for value in re.findall(r'moe_requests_total\{.*method="DeviceLane".*\} (\S+)', text)
-        )
-    return found
+    return requests(house, method="DeviceLane")
 
 
 def step(run: Pass, rows: Rows, stage: int = 0) -> Tensor:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from moeserve.proto.client.patience import Clock
-from moeserve.proto.errors import InvalidArgument, Overloaded, Unavailable
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, Overloaded, Unavailable
 from moeserve.proto.passes.answers import SMALLEST_BYTES
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.buffers import AnswerBuffers
 from moeserve.proto.passes.mailbox import MOST_LAYERS
-from moeserve.proto.passes.running import Columns, Pass, cut_of
+from moeserve.proto.passes.running import Columns, Pass, PassLate, cut_of
 from moeserve.proto.tensors import Plain
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+FEWEST_ROWS = 16
+"""Of a lane's step, as it is attached for calls of fewer."""
+
+TRIES = 2
+"""Passes in which a call is tried: its caller may have rested for too long in the first."""
 
 AGREEING_ROUNDS, MOST_AGREEING, FEWEST_CALLS = 2, 16, 8
 """Rounds over the same layers, and calls in them, after which a standing pass is begun; twice as many rounds
@@ -86,6 +98,16 @@ def divided(rows: int, most: int) -> list[tuple[int, int]]:
     return [(at, min(at + each, rows)) for at in range(0, rows, each)]
 
 
+def power_of_two(count: int) -> int:
+    """That is as many, or more."""
+    return 1 << (count - 1).bit_length()
+
+
+def room_for(rows: int, most: int) -> int:
+    """The rows of a lane that is attached for a call of so many, and takes `most` at most."""
+    return min(most, max(FEWEST_ROWS, power_of_two(rows)))
+
+
 class CalledLane:
     """A lane that is attached, and the pass that runs on it. One thread at a time uses it."""
 
@@ -122,6 +144,37 @@ class CalledLane:
         wanted = self.lane.wanted
         there = rows.dtype.name == wanted.dtype and len(rows.storage) <= wanted.rows * wanted.stages
         return there and rank == wanted.rank
+
+    def asked(
+        self,
+        layer: int,
+        columns: Columns,
+        version: int,
+        clock: Clock,
+        take: Callable[[Pass], T],
+        *,
+        stays: bool = False,
+    ) -> tuple[Pass, T] | None:
+        """What `take` has of the pass in which a call's rows were answered; None where the lane gives no
+        answer. Then its pass runs on: `drop` it, or `rest`. The arguments are those of `post`. Raises
+        DeadlineExceeded where the call's time is over, and what else `take` does that is no MoeError.
+        """
+        began = time.monotonic()
+        for _ in range(TRIES):
+            try:
+                run = self.post(layer, columns, version, clock, stays=stays)
+                found = take(run)
+            except MoeError as failed:
+                if isinstance(failed, DeadlineExceeded) and not clock.remaining:
+                    raise
+                log.debug("a lane gives no answer: %s", failed)
+                if not isinstance(failed, PassLate):  # its caller was late, and may begin another pass
+                    return None
+                self.drop()
+                continue
+            self.called(layer, began)
+            return run, found
+        return None
 
     def post(self, layer: int, columns: Columns, version: int, clock: Clock, *, stays: bool = False) -> Pass:
         """Brings a call's rows to steps of as many stages as they need, of a pass with weights of this

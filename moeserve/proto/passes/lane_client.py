@@ -26,26 +26,23 @@ from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, chec
 from moeserve.proto.client.patience import Clock, Patience, is_whole
 from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, Unavailable
+from moeserve.proto.errors import InvalidArgument, MoeError, Unavailable
 from moeserve.proto.passes.answers import SMALLEST_BYTES, Answers
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.buffers import BUFFERS
-from moeserve.proto.passes.called_lane import CalledLane, divided
+from moeserve.proto.passes.called_lane import CalledLane, divided, power_of_two, room_for
 from moeserve.proto.passes.refusals import REFUSED_SECONDS, Refusals
-from moeserve.proto.passes.running import PassLate, columns_of
+from moeserve.proto.passes.running import Pass, columns_of
 from moeserve.proto.tensors import Array, Plain, TensorError, plain, restore
 from moeserve.proto.transports.shared_memory import SharedTensor
 
-FEWEST_ROWS, MOST_ROWS, MOST_STEPS = 16, 2048, 4
-"""Rows of a lane's step: enough for the call it is made for. A call of more is several steps, one of which is
-computed while the rows of the next are copied; of fewer rows each would read as many experts.
+MOST_ROWS, MOST_STEPS = 2048, 4
+"""Of a lane's step, and of a call. A call of more rows is several steps, one of which is computed while the
+rows of the next are copied; of fewer rows each would read as many experts.
 """
 
 ATTACH_SECONDS = 10.0
 """For a rank to attach a lane."""
-
-TRIES = 2
-"""Passes in which a call is tried: its caller may have rested for too long in the first."""
 
 SHORTEST_SECONDS = 1e-3
 """The least timeout of what is asked for at the end of a call's time."""
@@ -249,33 +246,23 @@ class LaneClient(MoeClient):
     def _asked(
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
     ) -> Reply | None:
-        (layer, hidden, route), began, output = batch, time.monotonic(), options.get("output")
+        (layer, hidden, route), output = batch, options.get("output")
         columns = columns_of(rows, route, line.lane.memory.specs(len(rows.storage)))
-        for _ in range(TRIES):
-            try:
-                run = line.post(
-                    layer, columns, options.get("weights_version", 0), clock, stays=output is None
-                )
-                into = line.take(run, rows, lambda: self._place_for(rows, output), clock)
-            except DeadlineExceeded as late:
-                if not clock.remaining:
-                    raise
-                log.debug("a lane of %s: %s", self.address, late)
-                return None
-            except MoeError as failed:
-                log.debug("a lane of %s gives no answer: %s", self.address, failed)
-                if not isinstance(failed, PassLate):  # its caller was late, and may begin another pass
-                    return None
-                line.drop()
-                continue
-            line.called(layer, began)
-            if run.stages > 1 and len({run.version(stage) for stage in range(run.stages)}) > 1:
-                return None  # a reload came in between
-            like = hidden.array if isinstance(hidden, SharedTensor) else hidden
-            return Reply(
-                output.array if output is not None else restore(into, like), run.epoch(0), run.version(0)
-            )
-        return None
+
+        def take(run: Pass) -> Plain:
+            return line.take(run, rows, lambda: self._place_for(rows, output), clock)
+
+        version = options.get("weights_version", 0)
+        found = line.asked(layer, columns, version, clock, take, stays=output is None)
+        if found is None:
+            return None
+        run, into = found
+        if run.stages > 1 and len({run.version(stage) for stage in range(run.stages)}) > 1:
+            return None  # a reload came in between
+        like = hidden.array if isinstance(hidden, SharedTensor) else hidden
+        return Reply(
+            output.array if output is not None else restore(into, like), run.epoch(0), run.version(0)
+        )
 
     def _place_for(self, rows: Plain, output: SharedTensor | None) -> Plain:
         """Where the answer is to lie."""
@@ -357,9 +344,9 @@ class LaneClient(MoeClient):
         count = len(rows.storage)
         steps = divided(count, MOST_ROWS)
         kind = rows.dtype.name, rank
-        room = self._refusals.limit(kind, min(MOST_ROWS, max(FEWEST_ROWS, _power(steps[0][1]))))
+        room = self._refusals.limit(kind, room_for(steps[0][1], MOST_ROWS))
         seconds = min(ATTACH_SECONDS, clock.remaining)
-        wanted = self._wanted((room, _power(len(steps))), rows.dtype.name, rank, seconds)
+        wanted = self._wanted((room, power_of_two(len(steps))), rows.dtype.name, rank, seconds)
         less = [wanted, replace(wanted, rows=steps[0][1], stages=len(steps))]
         if rows.spec.nbytes // count * room >= SMALLEST_BYTES:
             less.insert(0, replace(wanted, buffers=BUFFERS))
@@ -390,8 +377,3 @@ class LaneClient(MoeClient):
                 self._lines.discard(line)
         if not keeps:
             line.close(DETACH_SECONDS if line.alive else 0.0)
-
-
-def _power(count: int) -> int:
-    """The power of two that is as many, or more."""
-    return 1 << (count - 1).bit_length()

@@ -326,10 +326,7 @@ def columns_of(rows: Plain, route: Choice | Logits, specs: Specs) -> Columns:
     if isinstance(route, Choice):
         ids = plain(route.experts, "ids")
         if ids.dtype.name == "int64":
-            narrow = ids.storage.astype(np.int32)
-            if not np.array_equal(narrow, ids.storage):
-                raise TensorError("ids", "an id is not one of int32")
-            ids = Plain(known("ids", "int32"), narrow)
+            ids = narrowed(ids)
         given = {"ids": ids, "weights": plain(route.weights, "weights")}
     else:
         given = {"logits": plain(route.logits, "logits")}
@@ -337,6 +334,14 @@ def columns_of(rows: Plain, route: Choice | Logits, specs: Specs) -> Columns:
         if name in given and given[name].spec != spec:
             raise TensorError(name, f"{given[name].spec}; this lane takes {spec}")
     return rows, given.get("ids"), given.get("weights"), given.get("logits")
+
+
+def narrowed(ids: Plain) -> Plain:
+    """Ids int64 as int32. Raises TensorError for one that is none."""
+    narrow = ids.storage.astype(np.int32)
+    if not np.array_equal(narrow, ids.storage):
+        raise TensorError("ids", "an id is not one of int32")
+    return Plain(known("ids", "int32"), narrow)
 
 
 def cut_of(columns: Columns, start: int, stop: int) -> Columns:

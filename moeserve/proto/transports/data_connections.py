@@ -82,6 +82,27 @@ def sent_of(connection: Connection, left: Buffers) -> Buffers:
     return [left[0][sent:], *left[1:]] if sent and left else left
 
 
+def received(connection: Connection, nbytes: int, until: float) -> bytes:
+    """So many bytes, which have to come by a time of the monotonic clock, however seldom or often one does;
+    fewer where the other end closes the connection before. It does not block from here on. Raises OSError.
+    """
+    connection.settimeout(0)
+    readable, came, room = select.poll(), b"", memoryview(bytearray(nbytes))
+    readable.register(connection, select.POLLIN)
+    while len(came) < nbytes:
+        try:
+            more = connection.recv_into(room[len(came) :])
+        except BlockingIOError:
+            left = until - time.monotonic()
+            if left <= 0 or not readable.poll(left * 1000):
+                raise TimeoutError(f"{len(came)} of {nbytes} bytes came in time") from None
+            continue
+        if not more:
+            break
+        came = bytes(room[: len(came) + more])
+    return came
+
+
 def fresh_room(nbytes: int) -> memoryview:
     """New memory."""
     return np.empty(nbytes, np.uint8).data
@@ -220,8 +241,7 @@ class DataConnection:
                 tls.handshake(until - time.monotonic())
             connection.settimeout(max(1e-3, until - time.monotonic()))
             connection.sendall(made.secret)
-            let_in = bytearray(1)
-            if not connection.recv_into(memoryview(let_in)) or let_in != LET_IN:
+            if received(connection, len(LET_IN), until) != LET_IN:
                 raise ConnectionRefusedError(f"{host}:{made.port} does not take this connection")
             return cls(connection)
         except BaseException:

@@ -47,8 +47,11 @@ class TlsSocket:
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
-                self._socket.settimeout(max(1e-3, until - time.monotonic()))
+                left = until - time.monotonic()  # however often a byte comes
+                self._socket.settimeout(max(1e-3, left))
                 try:
+                    if left <= 0:
+                        raise TimeoutError
                     self._flush()
                     self._take(self._socket.recv(PIECE))
                 except TimeoutError:

@@ -35,11 +35,6 @@ class Keys:
                 Grants(config.grants), self.is_member, encrypted=self._certificates is not None
             )
 
-    @property
-    def encrypts(self) -> bool:
-        """Whether callers come over TLS."""
-        return self._certificates is not None
-
     def is_member(self, token: object) -> bool:
         """Whether `token` is the run's, compared in constant time."""
         if not self.token:

@@ -19,16 +19,15 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from moeserve.proto import moe_pb2
 from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.errors import DeadlineExceeded, MoeError
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted, request_for
-from moeserve.proto.passes.called_lane import CalledLane
+from moeserve.proto.passes.called_lane import CalledLane, room_for
 from moeserve.proto.passes.mailbox import MailboxLayout
-from moeserve.proto.passes.running import Columns, Pass, PassLate
-from moeserve.proto.tensors import Plain, TensorError, describe_into, known
+from moeserve.proto.passes.refusals import Refusals
+from moeserve.proto.passes.running import Columns, Pass, narrowed
+from moeserve.proto.tensors import Plain, Spec, TensorError, as_numpy, describe_into, dtype_of, known
 from moeserve.proto.timeouts import LONGEST_SECONDS
 from moeserve.runtime.doors.deadlines import Observe
 from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
@@ -41,9 +40,6 @@ log = logging.getLogger(__name__)
 FEWEST_CALLS = 8
 """Of a connection that a lane could take, before it has one: to attach it takes as long as some calls."""
 
-LEAST_ROWS = 16
-"""Of a step of a lane that is attached here."""
-
 ALONE_SECONDS = 0.25
 """For which no other connection of the rank has called, when a connection's calls go over its lane."""
 
@@ -53,11 +49,8 @@ LOOK_SECONDS = 0.25
 LEAVE_SECONDS = 0.25
 """For a pass that gave no answer to end, so that nothing is written to the lane any more."""
 
-AGAIN_SECONDS = 5.0
-"""After the rank gave no lane, until it is asked for one again."""
-
-TRIES = 2
-"""Passes in which a call is tried: its caller may have rested for too long in the first."""
+ANY = "", None
+"""For which lanes a refusal counts."""
 
 Route = tuple[Plain | None, Plain | None, Plain | None]
 """Ids, weights and logits."""
@@ -126,7 +119,7 @@ class ConnectionLane:
         self._line: CalledLane | None = None
         self._columns: Columns | None = None  # of the call whose rows are received
         self._calls = 0  # that came without a lane for them
-        self._again = 0.0  # when the rank may be asked for one
+        self._refusals = Refusals()
 
     @property
     def held(self) -> bool:
@@ -181,12 +174,12 @@ class ConnectionLane:
         if line is not None and self._kept(line) and rows <= line.lane.wanted.rows:
             return line
         self._calls += 1
-        if self._calls < FEWEST_CALLS or time.monotonic() < self._again:
+        if self._calls < FEWEST_CALLS or not self._refusals.asks(ANY, rows, several=False):
             return None
         self.close()
         self._line = self._attached(rows)
         if self._line is None:
-            self._again = time.monotonic() + AGAIN_SECONDS
+            self._refusals.refused(several=False)
         return self._line
 
     def _kept(self, line: CalledLane) -> bool:
@@ -198,7 +191,7 @@ class ConnectionLane:
         assert of is not None
         wanted = Wanted(
             f"connection-{uuid.uuid4().hex[:16]}",
-            rows=min(of.rows, max(LEAST_ROWS, 1 << (rows - 1).bit_length())),
+            rows=room_for(rows, of.rows),
             dtype=of.dtype,
         )
         layout = MailboxLayout.of((wanted.rows, 1), of.sizes, of.dtype)
@@ -240,41 +233,30 @@ class ConnectionLane:
         if line is None or columns is None:
             raise RuntimeError("no rows were received for a lane")
         clock = Clock(Patience(timeout=request.timeout_ms / 1000 or LONGEST_SECONDS))
-        reply: moe_pb2.ForwardReply | None = None
+        found: tuple[Pass, None] | None = None
         try:
-            reply = self._asked(line, columns, request, clock, there)
+            found = line.asked(
+                request.layer,
+                columns,
+                request.weights_version,
+                clock,
+                lambda run: _await(run, clock, there),
+            )
+        except DeadlineExceeded as late:
+            text = f"layer {request.layer}: no answer within the deadline"
+            raise DeadlinePassed(text) from late
+        except ConnectionAbortedError:
+            self.close()  # nobody waits until its pass has ended
+            raise
         finally:
-            if reply is None:
+            if found is None and self._line is line:
                 self._rest(line)
+        if found is None:
+            return None
+        run, _ = found
+        reply = moe_pb2.ForwardReply(epoch=run.epoch(0), weights_version=run.version(0))
+        describe_into(reply.hidden, columns[0].spec)
         return reply
-
-    def _asked(
-        self,
-        line: CalledLane,
-        columns: Columns,
-        request: moe_pb2.ForwardRequest,
-        clock: Clock,
-        there: Callable[[], bool],
-    ) -> moe_pb2.ForwardReply | None:
-        began = time.monotonic()
-        for _ in range(TRIES):
-            try:
-                run = line.post(request.layer, columns, request.weights_version, clock)
-                _await(run, clock, there)
-            except PassLate:  # its caller has rested, and may begin another pass
-                line.drop()
-                continue
-            except MoeError as failed:
-                if isinstance(failed, DeadlineExceeded) and not clock.remaining:
-                    text = f"layer {request.layer}: no answer within the deadline"
-                    raise DeadlinePassed(text) from failed
-                log.debug("a lane of a data connection gives no answer: %s", failed)
-                return None
-            line.called(request.layer, began)
-            reply = moe_pb2.ForwardReply(epoch=run.epoch(0), weights_version=run.version(0))
-            describe_into(reply.hidden, columns[0].spec)
-            return reply
-        return None
 
     def _rest(self, line: CalledLane) -> None:
         """The rank writes no answer to the lane any more; else it is closed. Raises GroupUnavailable."""
@@ -343,15 +325,13 @@ def _route(request: moe_pb2.ForwardRequest, places: list[Plain]) -> Route | None
 
 def _column(message: moe_pb2.Tensor, place: Plain) -> Plain | None:
     """What a message has for a place of the lane; None where it is not like it."""
-    data, shape = message.data, place.storage.shape
-    if tuple(message.shape) != shape:
+    dtype, shape = dtype_of(message), tuple(message.shape)
+    if dtype is None or shape != place.storage.shape:
         return None
-    if message.dtype == place.dtype.code and len(data) == place.storage.nbytes:
-        return Plain(place.dtype, np.frombuffer(data, place.dtype.storage).reshape(shape))
-    if place.dtype.name != "int32" or message.dtype != moe_pb2.DTYPE_INT64:
+    try:
+        found = as_numpy(message.data, Spec(dtype, shape), "route")
+        if dtype.name == "int64":
+            found = narrowed(found)
+    except TensorError:
         return None
-    if len(data) != 2 * place.storage.nbytes:
-        return None
-    ids = np.frombuffer(data, np.int64).reshape(shape)
-    narrow = ids.astype(np.int32)
-    return Plain(place.dtype, narrow) if np.array_equal(narrow, ids) else None
+    return found if found.dtype is place.dtype else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import suppress
 
 from moeserve.proto import moe_pb2
@@ -23,6 +24,7 @@ class ConnectionRegion:
         self._regions, self._rooms = regions, rooms
         self._name = ""
         self._hold: Hold | None = None
+        self._used_at = 0.0
 
     @property
     def held(self) -> bool:
@@ -31,7 +33,7 @@ class ConnectionRegion:
 
     def rows(self, nbytes: int) -> memoryview:
         """Memory for so many bytes of rows. No call is under way."""
-        needed = 2 * aligned(nbytes)
+        needed, self._used_at = 2 * aligned(nbytes), time.monotonic()
         if self._hold is None or self._hold.memory.nbytes < needed:
             self.close()
             if not self._make(region_size(needed)):
@@ -68,6 +70,11 @@ class ConnectionRegion:
         at, nbytes = reply.hidden.region.offset, reply.hidden.region.size
         reply.hidden.ClearField("region")
         return self._hold.memory[at : at + nbytes]
+
+    def rest(self, seconds: float) -> None:
+        """Gives the region back where no rows came to it for so long. No call is under way."""
+        if self._hold is not None and time.monotonic() - self._used_at > seconds:
+            self.close()
 
     def close(self) -> None:
         """Gives the region back; a call that is still under way holds it until it has ended."""

@@ -184,7 +184,7 @@ class DataConnection:
         """
         lanes, started, code = self._of.lanes, time.perf_counter(), "OK"
         assert lanes is not None
-        self._region.close()  # it is not needed beside the lane's memory
+        self._region.rest(self._limits.rest_seconds)  # it may be needed again, when others call
         over = moe_pb2.ForwardStreamReply(job_id=request.job_id)
         with self._lock:
             self._answering = True

@@ -15,7 +15,7 @@ from contextlib import closing
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped
-from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES, Connection
+from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES, Connection, received
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
@@ -75,7 +75,7 @@ class DataConnections:
             if there >= most:
                 text = f"{there} data connections are there or to come; as many as server.max_streams allows"
                 raise LaneFull(text, pushback(1))
-            self._secrets[secret] = peer, now + self._terms.admission.limits.hello_seconds
+            self._secrets[secret] = peer, now + self._hello_seconds
         return moe_pb2.OpenDataConnectionReply(port=self.port, secret=secret)
 
     @property
@@ -109,18 +109,16 @@ class DataConnections:
 
     def _let_in(self, connection: Connection) -> str:
         """Whose connection it is. Raises OSError."""
-        until, shown = time.monotonic() + self._terms.admission.limits.hello_seconds, b""
-        while len(shown) < SECRET_BYTES:
-            connection.settimeout(max(1e-3, until - time.monotonic()))
-            more = bytearray(SECRET_BYTES - len(shown))
-            if not (came := connection.recv_into(memoryview(more))):
-                raise ConnectionRefusedError("it showed no secret")
-            shown += bytes(more[:came])
+        shown = received(connection, SECRET_BYTES, time.monotonic() + self._hello_seconds)
         with self._lock:  # a dict finds a secret by its hash, which does not tell how nearly one is right
             peer, until = self._secrets.pop(shown, ("", 0.0))
         if until < time.monotonic():
             raise ConnectionRefusedError("it showed no secret that was given for a connection")
         return peer
+
+    @property
+    def _hello_seconds(self) -> float:
+        return self._terms.admission.limits.hello_seconds
 
     def _take_calls(self, connection: Connection, peer: str) -> None:
         made = DataConnection(self._terms, connection, peer)
@@ -129,6 +127,7 @@ class DataConnections:
                 return
             self._there.add(made)
         try:
+            connection.settimeout(self._hello_seconds)
             connection.sendall(LET_IN)
             made.run()
         finally:
