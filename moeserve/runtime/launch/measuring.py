@@ -19,6 +19,7 @@ from moeserve.dispatch.costs.costs import Costs
 from moeserve.dispatch.group import GroupKind, end_group, form_group
 from moeserve.proto.host import usable_cores
 from moeserve.runtime.config import Config
+from moeserve.runtime.launch import openmp
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of
 from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch, plans_for
@@ -68,7 +69,8 @@ def measured_here(config: Config, seconds: float) -> list[Costs]:
         ]
         try:
             for process, (_, end) in zip(processes, pipes, strict=True):
-                process.start()
+                with openmp.for_ranks():  # what is measured is what ranks do
+                    process.start()
                 end.close()  # so that a dead child reads as end of file
             found: list[Costs] = _collected([mine for mine, _ in pipes], time.monotonic() + LIMIT_SECONDS)[0]
             return found
