@@ -21,6 +21,7 @@ from moeserve.runtime.config_checks import (
     check_numbers,
     check_ports,
     check_spares,
+    check_spin,
     one_of,
 )
 from moeserve.runtime.sections import (
@@ -133,6 +134,7 @@ class Config:
         check_members(self.members, self.parallel.mesh)
         check_cover(self.balance, self.parallel.mesh)
         check_spares(self.cluster)
+        check_spin(self.passes)
         check_ports(self.server, self.parallel.mesh.ranks)
         check_load_as(self.model.load_as)
         check_keys(self.keys, self.server.host)

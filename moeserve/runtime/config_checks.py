@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from moeserve.checkpoints.load_as import scheme_to_load_as
+from moeserve.proto.transports.awake import MOST_AWAKE
 from moeserve.quant.formats import BF16
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.sections import (
@@ -20,6 +21,7 @@ from moeserve.runtime.sections import (
     ConfigError,
     KeysConfig,
     MembersConfig,
+    PassesConfig,
     ServerConfig,
 )
 
@@ -85,6 +87,12 @@ def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
     """Raises ConfigError for a value that is none of the known ones."""
     if value not in known:
         raise ConfigError(f"{key} = {value!r}; known: {', '.join(known)}")
+
+
+def check_spin(passes: PassesConfig) -> None:
+    """A thread that looks again and again takes a core."""
+    if passes.spin_seconds > MOST_AWAKE:
+        raise ConfigError(f"passes.spin_seconds = {passes.spin_seconds:g} is more than {MOST_AWAKE:g}")
 
 
 def check_keys(keys: KeysConfig, host: str) -> None:

@@ -211,6 +211,7 @@ class PassesConfig:
     short_rows: int = 0  # of a step that overtakes larger ones, of a GPU rank that is alone; 0: none does
     host_ahead: str = "auto"  # steps of a lone caller with rows in host memory are launched ahead, too
     connections: str = "auto"  # calls of data connections go over device lanes of their rank
+    spin_seconds: float = 0.0005  # that a rank looks for their answers and next calls again and again
     share_gpu: bool = False  # processes may share a GPU: a caller's and a rank's, and ranks; they take turns
 
 

@@ -21,7 +21,8 @@ from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.tensors import describe_into, plain
-from moeserve.proto.transports.data_connections import LET_IN, frame_of
+from moeserve.proto.transports.data_connections import LET_IN
+from moeserve.proto.transports.frames import frame_of
 from moeserve.runtime.doors.calls.connection_lane import ALONE_SECONDS, FEWEST_CALLS
 from moeserve.runtime.launch.local_cluster import LocalCluster
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,12 @@ from made_certificates import Authority
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, Overloaded, Unavailable
+from moeserve.proto.transports import awake
 from moeserve.proto.transports import data_connections as ends
 from moeserve.proto.transports.carried import Carried
-from moeserve.proto.transports.data_connections import (
-    HEADER,
-    MAGIC,
-    SECRET_BYTES,
-    DataConnection,
-)
+from moeserve.proto.transports.data_connections import SECRET_BYTES, DataConnection
+from moeserve.proto.transports.frames import HEADER, MAGIC
+from moeserve.runtime.doors.calls import data_connection as server
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.data_connections import DataConnections
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
@@ -94,6 +93,32 @@ class Door:
         elif data:
             reply.reply.hidden.data = data
         ended(reply)
+
+
+class Echo:
+    """Stands for the lane of a connection: it answers with the rows, at once or after a while."""
+
+    held = takes = True
+    after = 0.0
+
+    def __init__(self, *of: object) -> None:
+        self.memory = bytearray()
+
+    def room(self, request: moe_pb2.ForwardRequest, nbytes: int) -> memoryview:
+        self.memory = bytearray(nbytes)
+        return memoryview(self.memory)
+
+    def answered(
+        self, request: moe_pb2.ForwardRequest, there: Callable[[], bool]
+    ) -> moe_pb2.ForwardReply | None:
+        time.sleep(self.after)
+        return moe_pb2.ForwardReply(epoch=7)
+
+    def answer(self) -> memoryview:
+        return memoryview(self.memory)
+
+    def close(self) -> None:
+        """Nothing is attached."""
 
 
 @dataclass
@@ -505,6 +530,45 @@ def test_a_call_is_answered_where_there_is_no_room_for_a_region(
     connection.send(rows(900_000), 5.0)
     door.reply(answer, reply=moe_pb2.ForwardReply(epoch=3))
     assert isinstance(connection.receive(), Carried)
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_both_ends_may_look_for_what_comes_next(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    """Where there are cores to spare, and as they do without: who rests, stalls or leaves costs nothing."""
+    monkeypatch.setattr(awake, "usable_cores", lambda: cores)
+    monkeypatch.setattr(server, "ConnectionLane", Echo)
+    observed = list[tuple[object, ...]]()
+    own = SimpleNamespace(spin=awake.awake_seconds(), observe=lambda *told: observed.append(told))
+    monkeypatch.setattr(there, "_terms", replace(there._terms, lanes=own))
+    address = f"127.0.0.1:{there.port}"
+    client = ends.DataConnections(address, lambda seconds: there.offer("ipv4:1.2.3.4:5"), NOW.trusts)
+    alone = list[bool]()
+    for number in range(30):
+        connection = client.take(5.0)
+        assert connection is not None
+        alone.append(connection.alone)
+        Echo.after = {20: 0.3, 21: 0.003}.get(number, 0.0)
+        count = 5000 + number * 9000
+        connection.send(rows(count), 5.0)
+        reply = connection.receive(None)
+        assert isinstance(reply, Carried) and reply.message.epoch == 7
+        assert bytes(reply.data) == np.arange(count, dtype=np.uint8).tobytes()
+        client.give(connection)
+        time.sleep({10: 0.2, 11: 0.002}.get(number, 0.0))
+    assert alone == [False] * 9 + [True] * 21
+    one, other = client.take(5.0), client.take(5.0)
+    assert one is not None and other is not None and not other.alone
+    one.close()
+    Echo.after = 0.5
+    other.send(rows(5000), 0.1)
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        other.receive(None)
+    assert 0.05 < time.monotonic() - began < 0.4
+    client.close()
+    assert until(lambda: len(observed) == 31) and {told[2] for told in observed} == {"OK"}
 
 
 @pytest.mark.parametrize("what", ["the secret", "its first record"])

@@ -63,7 +63,7 @@ class Again:
         try:
             if calls is None or not calls.send(request, clock.remaining):
                 return None
-            reply = calls.receive(request.job_id, clock.patience.spin)
+            reply = calls.receive(request.job_id, clock.patience.spin or 0.0)
         except MoeError as failed:
             self.failed = failed
             return None

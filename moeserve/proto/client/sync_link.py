@@ -135,7 +135,7 @@ class Link:
         A part that is `alone` is sent only when it is waited for: a blocking unary call needs no other
         thread, and is a tenth faster.
         """
-        timeout, spin = clock.remaining, clock.patience.spin
+        timeout, spin = clock.remaining, clock.patience.spin or 0.0
         if isinstance(payload, InlineRows):
             message = payload.sent(request)
             if (connection := self.connection(clock)) is not None:

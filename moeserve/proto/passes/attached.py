@@ -30,11 +30,12 @@ from moeserve.proto.errors import (
 )
 from moeserve.proto.host import host_id
 from moeserve.proto.passes import mailbox as m
-from moeserve.proto.passes.expected import MOST_AWAKE, Expected, awake_seconds
+from moeserve.proto.passes.expected import Expected
 from moeserve.proto.passes.mailbox import MailboxLayout, fence
 from moeserve.proto.passes.memory import LaneMemory
 from moeserve.proto.passes.running import Announced, Pass
 from moeserve.proto.tensors import known
+from moeserve.proto.transports.awake import MOST_AWAKE, awake_seconds
 
 DETACH_SECONDS = 5.0
 """For a rank to answer that a lane is detached."""

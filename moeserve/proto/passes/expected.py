@@ -9,21 +9,10 @@ from __future__ import annotations
 
 import time
 
-from moeserve.proto.host import usable_cores
-
-SPARE_CORES = 4
-"""From which on a caller may be awake: with fewer it would take one from who computes its answer."""
+from moeserve.proto.transports.awake import EARLY_SECONDS
 
 LOOKS = 50
 """Looks one right after the other when an answer begins to be waited for."""
-
-EARLY_SECONDS = 0.0001
-"""How much before an answer is expected its caller is awake."""
-
-MOST_AWAKE_SECONDS = 0.0005
-"""For which it looks again and again from when the answer is expected, unless it is told another time. It is
-no longer than a quarter of what answers take and `EARLY_SECONDS`.
-"""
 
 SHORTEST_SLEEP, LONGEST_SLEEP = 20e-6, 0.001
 """Between two looks. After the time in which it looks again and again, an eighth of the wait."""
@@ -32,14 +21,6 @@ SHORTER, SHORTEST = 0.9, 0.5
 """What is left of the expected time where the answer was there when its caller's sleep was over; less each
 time in a row, and at least the second.
 """
-
-MOST_AWAKE = 1.0
-"""The most of `Wanted.spin`, in seconds."""
-
-
-def awake_seconds() -> float:
-    """How long a caller of this process is awake at most for an answer, where it does not say so itself."""
-    return MOST_AWAKE_SECONDS if usable_cores() >= SPARE_CORES else 0.0
 
 
 class Expected:

@@ -4,8 +4,7 @@ A gRPC call takes some three threads on either side, and copies what it carries.
 writes the request and reads the answer itself, the lane's process has one thread that reads it, and rows are
 received where they are used. A lane opens such a connection for whom it lets in over gRPC.
 
-A frame is a header, a message (ForwardRequest, and home ForwardStreamReply), and the data of its hidden
-states where these are carried beside it. A connection has one call under way.
+A connection has one call under way, in one of its `frames` to the lane, and one back.
 """
 
 from __future__ import annotations
@@ -14,34 +13,21 @@ import os
 import select
 import socket
 import ssl
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, outcome
 from moeserve.proto.timeouts import bounded, milliseconds
+from moeserve.proto.transports.awake import Awake
 from moeserve.proto.transports.carried import Carried
+from moeserve.proto.transports.frames import Connection, FrameReader, frame_of, received, sent_of
 from moeserve.proto.transports.tls import TlsSocket
 
-HEADER = struct.Struct("<4sIQ")
-"""MAGIC, bytes of the message, and of the data behind it."""
-
-MAGIC = b"moe1"
 SECRET_BYTES = 32
 LET_IN = b"+"
-
-FIRST_BYTES = 1 << 16
-"""That are asked for before it is known how long a frame is: most are shorter."""
-
-MOST_AT_ONCE = 1 << 20
-"""For which a reader of the rest of a frame sleeps on; the system wakes it sooner where it has no room for as
-much.
-"""
 
 BESIDE_BYTES = 1 << 12
 """Data of this size on is sent beside its message: protobuf would copy it four times on its way."""
@@ -52,157 +38,11 @@ OPEN_SECONDS = 1.0
 AGAIN_SECONDS = 30.0
 """After a connection could not be opened, until it is tried again."""
 
+ALONE_CALLS = 8
+"""In a row over one connection, after which its caller is taken for the only one of its client."""
+
 MOST_IDLE, IDLE_SECONDS = 32, 60.0
 """Connections that a client keeps for further calls to a lane, and for how long."""
-
-Buffers = list[memoryview]
-
-Connection = socket.socket | TlsSocket
-"""A TCP connection, encrypted where callers come over TLS."""
-
-
-def frame_of(message: bytes, data: memoryview | None) -> Buffers:
-    """What is sent of a message and its data."""
-    size = 0 if data is None else data.nbytes
-    head = memoryview(HEADER.pack(MAGIC, len(message), size) + message)
-    return [head] if data is None else [head, data.cast("B")]
-
-
-def sent_of(connection: Connection, left: Buffers) -> Buffers:
-    """Sends as much as a connection that does not block takes now; returns what is left. Raises OSError."""
-    if isinstance(connection, TlsSocket):
-        return connection.send_some(left)
-    try:
-        sent = connection.sendmsg(left)
-    except BlockingIOError:
-        return left
-    while left and sent >= left[0].nbytes:
-        sent -= left[0].nbytes
-        left = left[1:]
-    return [left[0][sent:], *left[1:]] if sent and left else left
-
-
-def received(connection: Connection, nbytes: int, until: float) -> bytes:
-    """So many bytes, which have to come by a time of the monotonic clock, however seldom or often one does;
-    fewer where the other end closes the connection before. It does not block from here on. Raises OSError.
-    """
-    connection.settimeout(0)
-    readable, came, room = select.poll(), b"", memoryview(bytearray(nbytes))
-    readable.register(connection, select.POLLIN)
-    while len(came) < nbytes:
-        try:
-            more = connection.recv_into(room[len(came) :])
-        except BlockingIOError:
-            left = until - time.monotonic()
-            if left <= 0 or not readable.poll(left * 1000):
-                raise TimeoutError(f"{len(came)} of {nbytes} bytes came in time") from None
-            continue
-        if not more:
-            break
-        came = bytes(room[: len(came) + more])
-    return came
-
-
-def fresh_room(nbytes: int) -> memoryview:
-    """New memory."""
-    return np.empty(nbytes, np.uint8).data
-
-
-def _any_room(message: bytes, nbytes: int) -> memoryview:
-    return fresh_room(nbytes)
-
-
-class FrameReader:
-    """Reads one frame after the other of a connection that does not block. `wait` returns when there is more
-    to read, or raises.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._wakes_late = isinstance(connection, socket.socket)  # of what is encrypted some may be here
-        self._first = memoryview(bytearray(FIRST_BYTES))
-
-    def header(self, wait: Callable[[], object]) -> tuple[int, int, int] | None:
-        """How many bytes of a frame came first, and how many its message and its data have; None where the
-        other end has closed the connection before it. Raises OSError, and ValueError where it is no frame.
-        """
-        came = 0
-        while came < HEADER.size:
-            more = self._read(self._first[came:], wait)
-            if not more:
-                if came:
-                    raise ConnectionError("it was closed within a frame")
-                return None
-            came += more
-        magic, message, data = HEADER.unpack_from(self._first)
-        if magic != MAGIC:
-            raise ValueError(f"{bytes(self._first[:4])!r} begins no frame; {MAGIC!r} does")
-        if came > HEADER.size + message + data:
-            raise ValueError("bytes behind a frame, while its call is under way")
-        return came, message, data
-
-    def body(
-        self,
-        header: tuple[int, int, int],
-        wait: Callable[[], object],
-        room: Callable[[bytes, int], memoryview] = _any_room,
-    ) -> tuple[bytes, memoryview | None]:
-        """The message, and the data, in memory that `room` gives for so many bytes behind that message.
-        Raises OSError.
-        """
-        came, size, more = header
-        there = self._first[HEADER.size : came]
-        if len(there) >= size:
-            message = bytes(there[:size])
-            there = there[size:]
-        else:
-            whole = bytearray(size)
-            whole[: len(there)] = there
-            self._fill(memoryview(whole)[len(there) :], wait)
-            message, there = bytes(whole), there[:0]
-        if not more:
-            return message, None
-        data = room(message, more)
-        data[: len(there)] = there
-        self._fill(data[len(there) :], wait)
-        return message, data
-
-    def skip(self, header: tuple[int, int, int], wait: Callable[[], object]) -> None:
-        """Reads the rest of a frame, and keeps nothing. Raises OSError."""
-        came, size, more = header
-        left = HEADER.size + size + more - came
-        while left:
-            part = self._first[: min(left, FIRST_BYTES)]
-            self._fill(part, wait)
-            left -= len(part)
-
-    def _fill(self, place: memoryview, wait: Callable[[], object]) -> None:
-        """Reads until `place` is full, and is woken for much of it at once: to be woken takes as long as to
-        read 100 KB.
-        """
-        asked = 1
-        try:
-            while place:
-                try:
-                    came = self._connection.recv_into(place)
-                except BlockingIOError:
-                    if self._wakes_late and asked != (asked := min(len(place), MOST_AT_ONCE)):
-                        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
-                    wait()
-                    continue
-                if not came:
-                    raise ConnectionError("it was closed within a frame")
-                place = place[came:]
-        finally:
-            if asked != 1:
-                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-
-    def _read(self, place: memoryview, wait: Callable[[], object]) -> int:
-        while True:
-            try:
-                return self._connection.recv_into(place)
-            except BlockingIOError:
-                wait()
 
 
 class DataConnection:
@@ -218,6 +58,8 @@ class DataConnection:
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
         self._deadline = 0.0
+        self._awake = Awake()
+        self.alone = False  # no other connection to the lane was used lately by its client
         self._process = os.getpid()
 
     @classmethod
@@ -269,15 +111,23 @@ class DataConnection:
                 self._wait(self._writable)
         except OSError as failed:
             raise _gone(str(failed)) from failed
+        self._awake.begins()
 
-    def receive(self, spin: float = 0.0) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
+    def receive(self, spin: float | None = 0.0) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         """The reply. Raises MoeError; where that is not said by the lane, the connection is closed.
 
-        spin: seconds for which it looks again and again before it sleeps.
+        spin: seconds for which it looks again and again before it sleeps; None: about when the reply should
+        come, while it is `alone`.
         """
         until = time.monotonic() + spin if spin else 0.0
+        foresees = spin is None and self.alone
 
         def wait() -> None:
+            nonlocal foresees
+            if foresees:  # when the reply begins to come
+                foresees = False
+                self._wait(self._readable, self._awake)
+                return
             while until and time.monotonic() < until:
                 if self._readable.poll(0):
                     return
@@ -304,9 +154,11 @@ class DataConnection:
         reply.hidden.data = b""  # so it is told from a message without any
         return Carried(reply, data)
 
-    def _wait(self, ready: select.poll) -> None:
+    def _wait(self, ready: select.poll, awake: Awake | None = None) -> None:
         left = self._deadline - time.monotonic()
-        if left <= 0 or not ready.poll(left * 1000):
+        if left <= 0 or not (
+            ready.poll(left * 1000) if awake is None else awake.wait(ready.poll, left * 1000)
+        ):
             raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "the lane did not answer in time")
 
     @property
@@ -336,6 +188,8 @@ class DataConnections:
         self._idle = deque[tuple[float, DataConnection]]()  # with since when
         self._credentials = credentials
         self._again = 0.0  # when one may be opened
+        self._last: DataConnection | None = None  # that was taken
+        self._row = 0  # times in a row that it was
         self._closed = False
 
     @property
@@ -351,6 +205,8 @@ class DataConnections:
             except IndexError:  # another thread has it
                 break
             if found.fresh and since > time.monotonic() - IDLE_SECONDS:
+                self._row = self._row + 1 if found is self._last else 0
+                self._last, found.alone = found, self._row >= ALONE_CALLS
                 return found
             found.close()
         if self._closed or time.monotonic() < self._again:

@@ -91,6 +91,7 @@ class OwnLanes:
     stopping: Callable[[], str]  # why no further call is taken; empty: they are
     observe: Observe
     alone: Alone = field(default_factory=Alone)
+    spin: float = 0.0  # seconds for which an answer, and the next call, are looked for again and again
     launched: bool = True  # only lanes whose steps are launched before their rows: others save nothing
 
 
@@ -193,6 +194,7 @@ class ConnectionLane:
             f"connection-{uuid.uuid4().hex[:16]}",
             rows=room_for(rows, of.rows),
             dtype=of.dtype,
+            spin=of.spin,
         )
         layout = MailboxLayout.of((wanted.rows, 1), of.sizes, of.dtype)
         needed = layout.mailbox_bytes + layout.answers_bytes

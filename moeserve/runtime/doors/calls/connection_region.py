@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.transports.data_connections import fresh_room
+from moeserve.proto.transports.frames import fresh_room
 from moeserve.proto.transports.shared_memory import aligned, region_size
 from moeserve.runtime.doors.payloads.errors import RegionLimit, UnknownRegion
 from moeserve.runtime.doors.payloads.regions import Hold, Regions

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.transports.data_connections import Buffers, Connection, FrameReader, frame_of, sent_of
+from moeserve.proto.transports.awake import Awake
+from moeserve.proto.transports.frames import Buffers, Connection, FrameReader, frame_of, sent_of
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_lane import ConnectionLane, OwnLanes
 from moeserve.runtime.doors.calls.connection_region import ConnectionRegion
@@ -97,6 +98,7 @@ class DataConnection:
         self._ending = False
         self._region = ConnectionRegion(of.regions, of.rooms)
         self._lane = ConnectionLane(of.lanes, peer, self._limits.rest_seconds)
+        self._awake = Awake(0.0 if of.lanes is None else of.lanes.spin)
         self._lock = threading.Lock()
 
     @property
@@ -113,7 +115,11 @@ class DataConnection:
         while True:
             rests = self._region.held or self._lane.held
             limit = self._limits.rest_seconds * 1000 if rests else None
-            ready = {which for which, _ in self._poll.poll(limit)}
+            if self._lane.takes and not self.busy:  # its caller is alone, and may call at once
+                found = self._awake.wait(self._poll.poll, limit)
+            else:
+                found = self._poll.poll(limit)
+            ready = {which for which, _ in found}
             if self._ending:
                 return
             if not ready and not self.busy:
@@ -211,6 +217,7 @@ class DataConnection:
         data = None if over.HasField("error") else self._lane.answer()
         self._left = sent_of(self._connection, frame_of(over.SerializeToString(), data))
         self._send_left()
+        self._awake.begins()
         lanes.observe(DATA_CONNECTION, "inline", code, time.perf_counter() - started)
 
     def _begin(self, request: moe_pb2.ForwardRequest, leave: Callable[[], None]) -> None:

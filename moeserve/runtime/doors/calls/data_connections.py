@@ -15,7 +15,8 @@ from contextlib import closing
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped
-from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES, Connection, received
+from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES
+from moeserve.proto.transports.frames import Connection, received
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes

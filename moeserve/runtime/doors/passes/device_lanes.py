@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.host import sleep_finely
+from moeserve.proto.host import sleep_finely, usable_cores
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.proto.tensors import of_torch
+from moeserve.proto.transports.awake import SPARE_CORES
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
 from moeserve.runtime.doors.deadlines import Observe
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
@@ -196,10 +197,11 @@ class DeviceLanes:
         self._leave(attached, "it was detached")
 
     def for_connections(
-        self, which: str, door: LaneDoor, dtype: torch.dtype, observe: Observe
+        self, which: str, spin: float, door: LaneDoor, dtype: torch.dtype, observe: Observe
     ) -> OwnLanes | None:
-        """What data connections of this rank may have of its lanes. which: as `passes.connections` has it;
-        by `auto` none where no step is launched before its rows: they would save nothing.
+        """What data connections of this rank may have of its lanes. which, spin: as `passes.connections` and
+        `passes.spin_seconds` have it; by `auto` none where no step is launched before its rows: they would
+        save nothing.
         """
         if which == "never" or (which == "auto" and self.looking.mail is None):
             return None
@@ -217,6 +219,7 @@ class DeviceLanes:
             lambda: door.stopping,
             observe,
             launched=which == "auto",
+            spin=spin if usable_cores() >= SPARE_CORES else 0.0,
         )
 
     def attached(self) -> list[moe_pb2.DeviceLaneInfo]:

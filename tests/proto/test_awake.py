@@ -1,0 +1,103 @@
+"""When a thread looks for what a connection brings: simulated, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeserve.proto.transports import awake as module
+from moeserve.proto.transports.awake import EARLY_SECONDS, LONGEST_SECONDS, MOST_AWAKE_SECONDS, Awake
+
+WOKEN_LATER = 60e-6  # by the system
+LOOK = 2e-6
+THERE = [(7, 1)]
+
+
+class Clock:
+    """Of monotonic time, and of a connection to which something comes."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.comes, self.looked, self.slept = 0.0, 0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def poll(self, limit: float | None) -> list[tuple[int, int]]:
+        """As of select.poll, which sleeps for whole milliseconds."""
+        if limit == 0:
+            self.looked += 1
+            self.now += LOOK
+        elif self.now < self.comes:
+            until = self.now + 1e9 if limit is None else self.now + int(limit) / 1000
+            self.slept += 1
+            self.now = min(self.comes, until) + WOKEN_LATER
+        return THERE if self.now >= self.comes else []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def late(awake: Awake, clock: Clock, takes: float) -> float:
+    """By how much something is found later than it comes, which takes so long; how long it was looked for
+    again and again stands in the clock.
+    """
+    awake.begins()
+    clock.comes, clock.looked, clock.slept = clock.now + takes, 0, 0
+    assert awake.wait(clock.poll, None) == THERE
+    return clock.now - clock.comes
+
+
+@pytest.mark.parametrize("takes", [50e-6, 300e-6, 1.7e-3, 4e-3])
+def test_what_takes_as_long_as_before_is_found_awake(clock: Clock, takes: float) -> None:
+    awake = Awake(MOST_AWAKE_SECONDS)
+    for _ in range(8):
+        late(awake, clock, takes)
+    for _ in range(10):
+        assert late(awake, clock, takes) <= LOOK
+        assert clock.looked * LOOK <= 1e-3 + EARLY_SECONDS + MOST_AWAKE_SECONDS
+
+
+def test_what_takes_long_is_waited_for_asleep(clock: Clock) -> None:
+    awake = Awake(MOST_AWAKE_SECONDS)
+    for _ in range(5):
+        late(awake, clock, 2 * LONGEST_SECONDS)
+    assert late(awake, clock, 2 * LONGEST_SECONDS) > LOOK
+    assert clock.looked == 1 and clock.slept == 1
+
+
+def test_one_that_takes_long_is_waited_for_asleep_and_changes_little(clock: Clock) -> None:
+    awake = Awake(MOST_AWAKE_SECONDS)
+    for _ in range(8):
+        late(awake, clock, 3e-4)
+    late(awake, clock, 2.0)
+    assert clock.looked * LOOK <= 3e-4 + EARLY_SECONDS + MOST_AWAKE_SECONDS and clock.slept == 1
+    assert late(awake, clock, 3e-4) <= LOOK
+
+
+def test_a_caller_that_rests_is_soon_waited_for_asleep(clock: Clock) -> None:
+    awake = Awake(MOST_AWAKE_SECONDS)
+    late(awake, clock, 5e-5)
+    for _ in range(40):
+        late(awake, clock, 0.1)
+    assert clock.looked == 1
+
+
+def test_who_is_not_to_be_awake_never_is(clock: Clock) -> None:
+    awake = Awake(0.0)
+    for _ in range(8):
+        late(awake, clock, 3e-4)
+        assert clock.looked == 1
+
+
+def test_nothing_is_found_where_nothing_comes(clock: Clock) -> None:
+    awake = Awake(MOST_AWAKE_SECONDS)
+    for _ in range(8):
+        late(awake, clock, 3e-4)
+    awake.begins()
+    clock.comes, began = clock.now + 10.0, clock.now
+    assert awake.wait(clock.poll, 250.0) == []
+    assert clock.now - began < 0.26
