@@ -21,7 +21,7 @@ import torch
 
 from bench.lib.held import Held
 from bench.lib.record import Result, write
-from bench.service.hops.callers import KINDS, Called, Callers, Load
+from bench.service.hops.callers import KINDS, Callers, Load
 from bench.service.hops.service import checkpoint_folder, config_of, group_of, on_gpus, sizes_of
 from bench.service.hops.sizes import write_checkpoint
 from moeserve.proto.client import MoeClient
@@ -47,12 +47,15 @@ def grown(before: Held, now: Held) -> list[str]:
     if now.threads > before.threads + MOST_THREADS_MORE:
         found.append(f"threads from {before.threads} to {now.threads}")
     if now.descriptors > before.descriptors + MOST_FILES_MORE:
-        found.append(f"open files from {before.descriptors} to {now.descriptors}")
+        more = dict(now.kinds - before.kinds)
+        found.append(f"open files from {before.descriptors} to {now.descriptors}: {more} more")
     return found
 
 
 def used_on_gpus(ranks: int) -> dict[str, int]:
-    """MiB in use on each rank's GPU, by whichever process; empty where ranks have none."""
+    """MiB in use on each rank's GPU, by whichever process; empty where ranks have none. Who asks has a CUDA
+    context from then on, with files and memory of its own.
+    """
     if not on_gpus(ranks):
         return {}
     free_and_total = {f"GPU {at}": torch.cuda.mem_get_info(at) for at in range(ranks)}
@@ -78,7 +81,8 @@ def main() -> None:
     args = parser.parse_args()
     sizes = sizes_of(args.ranks)
     tune_process()
-    total, first, first_on_gpus = Called(), dict[str, Held](), dict[str, int]()
+    calls, wrong, failed = 0, 0, list[str]()
+    first, first_on_gpus = dict[str, Held](), used_on_gpus(args.ranks)
     with checkpoint_folder(sizes) as folder:
         write_checkpoint(folder, sizes)
         with (
@@ -96,10 +100,11 @@ def main() -> None:
             ):
                 seconds = min(ROUND_SECONDS, args.seconds / (4 * WARM_ROUNDS))
                 load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, args.ranks, seconds)
-                total, at = total.plus(callers.run(load, args.callers)), at + 1
+                found, at = callers.run(load, args.callers), at + 1
+                calls, wrong, failed = calls + len(found.seconds), wrong + found.wrong, failed + found.failed
                 if not first and at >= WARM_ROUNDS and spent > args.seconds / 3:
                     first, first_on_gpus, looked = looks(pids), used_on_gpus(args.ranks), at
-                told = {"seconds": round(spent), "calls": len(total.seconds), "wrong": total.wrong}
+                told = {"seconds": round(spent), "calls": calls, "wrong": wrong}
                 print(json.dumps(told), flush=True)
             last, last_on_gpus = looks(pids), used_on_gpus(args.ranks)
     more = [f"{name}: {text}" for name in pids for text in grown(first[name], last[name])]
@@ -114,14 +119,13 @@ def main() -> None:
     held |= {f"{name} MiB after a third": float(used) for name, used in first_on_gpus.items()}
     brought = f"{args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
     case = f"{group_of(args.ranks)}{args.callers} callers of {brought}"
-    bad = total.wrong + len(total.failed) + len(more)
-    held |= {"calls": float(len(total.seconds)), "failed": float(len(total.failed))}
-    held |= {"wrong": float(total.wrong)}
-    print(json.dumps({"case": case, "bad": bad, "grown": more, "failed": total.failed[:5]} | held))
+    bad = wrong + len(failed) + len(more)
+    held |= {"calls": float(calls), "failed": float(len(failed)), "wrong": float(wrong)}
+    print(json.dumps({"case": case, "bad": bad, "grown": more, "first failed": failed[:5]} | held))
     unit = "answers wrong, failed, or what grew"
     write([Result("hop_soak", case, float(bad), unit, "lower", 0.0, held)], args.out)
     if bad:
-        raise SystemExit(f"{total.wrong} wrong, {len(total.failed)} failed, grown: {more}")
+        raise SystemExit(f"{wrong} wrong, {len(failed)} failed, grown: {more}")
 
 
 if __name__ == "__main__":
