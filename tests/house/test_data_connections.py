@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from keyed import HOSTS, Keyring, code_of
 from lane_calls import in_threads, requests
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
-from moeserve.proto.client import Choice, Logits, MoeClient
+from moeserve.proto.client import AsyncMoeClient, Choice, Logits, MoeClient
 from moeserve.proto.client.sync_link import Link
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
 from moeserve.proto.transports import data_connections
@@ -96,7 +97,7 @@ def test_calls_like_those_before_are_copies_with_their_own_values(
         check(client, alone, 7, seed)
     assert len(client._inline._known) == 2, "of two layers"
     links = client._core.lanes._links.values()
-    assert [len(link._data._idle) for link in links] == [1, 1], "lanes take turns"
+    assert [len(link._data._kept._idle) for link in links] == [1, 1], "lanes take turns"
     hidden, experts, weights = alone.batch(7, seed=1)
     with pytest.raises(InvalidArgument, match="is out of range"):
         client.forward(1, hidden, experts + 1000, weights)
@@ -147,7 +148,7 @@ def test_threads_have_connections_of_their_own_and_keep_them(
 
     in_threads(6, call)
     for link in client._core.lanes._links.values():
-        assert 1 <= len(link._data._idle) <= 6
+        assert 1 <= len(link._data._kept._idle) <= 6
 
 
 def test_a_rank_that_stands_still_is_waited_for_no_longer_than_was_said(
@@ -163,7 +164,7 @@ def test_a_rank_that_stands_still_is_waited_for_no_longer_than_was_said(
             assert time.monotonic() - began < 3.0
         check(client, alone, 3, 1)
         (link,) = client._core.lanes._links.values()
-        assert len(link._data._idle) == 1, "the one whose call was given up is not used again"
+        assert len(link._data._kept._idle) == 1, "the one whose call was given up is not used again"
 
 
 def test_after_a_fork_the_child_has_connections_of_its_own(
@@ -171,7 +172,7 @@ def test_after_a_fork_the_child_has_connections_of_its_own(
 ) -> None:
     check(client, alone, 3, 1, lane=0)
     (link,) = client._core.lanes._links.values()
-    _, kept = link._data._idle[-1]
+    _, kept = link._data._kept._idle[-1]
     mine, child = os.pipe(), os.fork()
     if not child:
         os.write(mine[1], b"-" if kept.fresh else b"+")
@@ -224,7 +225,7 @@ def test_calls_go_by_grpc_where_there_is_no_connection(
         for seed in range(5):
             check(client, alone, 5, seed)
         (link,) = client._core.lanes._links.values()
-        assert not link._data.likely and not link._data._idle
+        assert not link._data.likely and not link._data._kept._idle
         if why == "off":
             with grpc.insecure_channel(client.topology().lanes[0].address) as channel:
                 stub = moe_pb2_grpc.LaneServiceStub(channel)
@@ -245,7 +246,7 @@ def test_with_tls_connections_are_encrypted_and_certificates_may_be_renewed(
                 for seed, rows in enumerate((1, 40, 2500, 40, 40, 40, 40, 40, 40, 40, 40, 40, 3)):
                     check(client, alone, rows, seed)
                 (link,) = client._core.lanes._links.values()
-                ((_, kept),) = link._data._idle
+                ((_, kept),) = link._data._kept._idle
                 assert isinstance(kept._connection, TlsSocket) and kept.fresh
                 with pytest.raises(InvalidArgument, match="is out of range"):
                     hidden, experts, weights = alone.batch(40, seed=1)
@@ -268,10 +269,78 @@ def test_with_grants_a_connection_is_for_who_may_call(
             check(client, alone, 5, 1)
             address = client.topology().lanes[0].address
             (link,) = client._core.lanes._links.values()
-            assert len(link._data._idle) == 1
+            assert len(link._data._kept._idle) == 1
         for case in ("none", "wrong", "wrong role"):
             other = ring.shown(case, frozenset({Role.CALL}))
             code = code_of(
                 ring.channel(address, other), "/moeserve.v1.LaneService/OpenDataConnection", b"", other
             )
             assert code == ("PERMISSION_DENIED" if case == "wrong role" else "UNAUTHENTICATED"), case
+
+
+async def both(client: AsyncMoeClient, alone: Alone, rows: int, seed: int, **options: int) -> None:
+    """One call of an asynchronous client."""
+    batch = alone.batch(rows, seed=seed)
+    found = await client.forward(seed % 2, *batch, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, alone.forward(seed % 2, *batch), **CLOSE)
+
+
+def test_asynchronous_calls_go_past_grpc_too(house: LocalCluster, alone: Alone) -> None:
+    before = requests(house, method="DataConnection"), requests(house, method="Forward")
+
+    async def act() -> None:
+        async with AsyncMoeClient(house.address, timeout=SECONDS, transport="inline") as client:
+            for seed, rows in enumerate((1, 3, 40, 900, 2500, 1)):
+                await both(client, alone, rows, seed)
+            hidden, experts, weights = alone.batch(6, seed=1)
+            with pytest.raises(InvalidArgument, match="is out of range"):
+                await client.forward(0, hidden, experts + 1000, weights)
+            with pytest.raises(DeadlineExceeded):
+                await client.forward(0, *alone.batch(2000, seed=1), timeout=1e-4)
+            await asyncio.gather(*[both(client, alone, 1 + seed, seed) for seed in range(12)])
+            links = client._core.lanes._links.values()
+            assert all(1 <= len(link._data._kept._idle) <= 12 for link in links)
+            assert not any(link._data._used for link in links)
+            leaving = asyncio.create_task(both(client, alone, 2500, 1))
+            await asyncio.sleep(0.01)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            await both(client, alone, 7, 3)
+            under_way = [asyncio.create_task(both(client, alone, 2500, seed)) for seed in range(4)]
+            await asyncio.sleep(0.01)
+        ended = await asyncio.gather(*under_way, return_exceptions=True)
+        assert all(one is None or isinstance(one, MoeError) for one in ended), ended
+
+    asyncio.run(act())
+    assert requests(house, method="DataConnection") >= before[0] + 20
+    assert requests(house, method="Forward") == before[1], "none by gRPC"
+
+
+@pytest.mark.parametrize("why", ["off", "tls", "killed"])
+def test_asynchronous_calls_are_answered_whatever_a_lane_gives(
+    checkpoint_path: Path, tmp_path: Path, alone: Alone, why: str
+) -> None:
+    ring, shown, values = None, None, dict[str, Any]()
+    if why == "off":
+        values["server__data_connections"] = False
+    elif why == "tls":
+        ring = Keyring(tmp_path, "mutual")
+        shown = ring.credentials(ring.shown("right", frozenset({Role.CALL})))
+        values = ring.settings()
+
+    async def act(house: LocalCluster) -> None:
+        async with AsyncMoeClient(
+            house.address, timeout=60.0, transport="inline", credentials=shown
+        ) as client:
+            for seed in range(6):
+                await both(client, alone, 5, seed)
+            (link,) = client._core.lanes._links.values()
+            assert bool(link._data._kept._idle) is (why != "off")
+            if why == "killed":
+                os.kill(house.pid(0), signal.SIGKILL)
+                for seed in range(6):
+                    await both(client, alone, 5, seed)
+
+    with LocalCluster(house_config(checkpoint_path, **values)) as house:
+        asyncio.run(act(house))

@@ -6,16 +6,15 @@ import logging
 import os
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from data_doors import MOST, SECONDS, Door, Encryption, job, rows, until
 from made_certificates import Authority
 
 from moeserve.proto import moe_pb2
@@ -26,73 +25,11 @@ from moeserve.proto.transports import data_connections as ends
 from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.data_connections import SECRET_BYTES, DataConnection
 from moeserve.proto.transports.frames import HEADER, MAGIC
+from moeserve.proto.transports.kept import OPEN_SECONDS
 from moeserve.runtime.doors.calls import data_connection as server
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.data_connections import DataConnections
-from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.errors import LaneFull
-from moeserve.runtime.keys.keys import Keys
-from moeserve.runtime.sections import KeysConfig
-
-Ended = Callable[[moe_pb2.ForwardStreamReply], None]
-MOST = 1 << 20
-SECONDS = 0.6  # for a message to come, and for a reply to be taken
-
-
-class Call:
-    """What a door gives for a call under way."""
-
-    ended = False
-
-
-class Door:
-    """Keeps what came, and answers when the test says so."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[moe_pb2.ForwardRequest, Ended, str]] = []
-        self.regions = Regions(RegionLimits(max_bytes=8 * MOST))
-        self.calls: list[Call] = []
-        self.left: list[Call] = []
-        self.came = threading.Semaphore(0)
-        self.fails: Exception | None = None
-        self.at_once: moe_pb2.ForwardStreamReply | None = None
-
-    def begin(self, request: moe_pb2.ForwardRequest, ended: Ended, peer: str, method: str) -> Call | None:
-        assert method == "DataConnection"
-        if self.fails is not None:
-            raise self.fails
-        if self.at_once is not None:
-            ended(self.at_once)
-            return None
-        self.asked.append((request, ended, peer))
-        self.calls.append(Call())
-        self.came.release()
-        return self.calls[-1]
-
-    def leave(self, call: Any) -> None:
-        self.left.append(call)
-
-    def rows(self) -> bytes:
-        """Of the request that came last."""
-        hidden = self.asked[-1][0].hidden
-        if hidden.WhichOneof("payload") == "data":
-            return hidden.data
-        with self.regions.hold(hidden.region.name, hidden.region.offset, hidden.region.size) as memory:
-            return bytes(memory)
-
-    def reply(self, data: bytes = b"", **fields: Any) -> None:
-        """Answers the next call that came. data: of the answer, which is as large as the rows."""
-        assert self.came.acquire(timeout=5)
-        request, ended, _ = self.asked[-1]
-        reply = moe_pb2.ForwardStreamReply(job_id=request.job_id, **fields)
-        if data and request.HasField("output"):
-            place = request.output
-            with self.regions.hold(place.name, place.offset, place.size) as memory:
-                memory[:] = data
-            reply.reply.hidden.region.CopyFrom(place)
-        elif data:
-            reply.reply.hidden.data = data
-        ended(reply)
 
 
 class Echo:
@@ -121,31 +58,7 @@ class Echo:
         """Nothing is attached."""
 
 
-@dataclass
-class Encryption:
-    """What both ends of this module's connections have of TLS, by turns nothing."""
-
-    keys: Keys
-    trusts: Credentials | None
-
-    @classmethod
-    def tls(cls, folder: Path) -> Encryption:
-        authority = Authority(folder, "service")
-        certificate, key = authority.sign("moeserve", "127.0.0.1")
-        keys = KeysConfig(
-            certificate=certificate, private_key=key, ca=authority.path, handshake_seconds=SECONDS
-        )
-        return cls(Keys(keys, "token"), Credentials(ca=authority.path))
-
-    def wrapped(self, made: socket.socket) -> socket.socket:
-        """A connection of a client that is none of ours."""
-        if self.trusts is None:
-            return made
-        context = ssl.create_default_context(cafile=self.trusts.ca)
-        return context.wrap_socket(made, server_hostname="127.0.0.1")
-
-
-NOW = Encryption(Keys(KeysConfig(), ""), None)
+NOW = Encryption.none()
 """That of the test that runs."""
 
 
@@ -203,22 +116,6 @@ def raw(there: DataConnections) -> socket.socket:
     made.sendall(there.offer("ipv4:1.2.3.4:5").secret)
     assert made.recv(1) == b"+"
     return made
-
-
-def until(true: Callable[[], bool], seconds: float = 5.0) -> bool:
-    limit = time.monotonic() + seconds
-    while not true() and time.monotonic() < limit:
-        time.sleep(0.005)
-    return true()
-
-
-def job(name: str = "a", **fields: Any) -> moe_pb2.ForwardRequest:
-    return moe_pb2.ForwardRequest(job_id=name, **fields)
-
-
-def rows(count: int) -> Carried[moe_pb2.ForwardRequest]:
-    data = np.arange(count, dtype=np.uint8).data
-    return Carried(job(hidden=moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=[1, count // 4])), data)
 
 
 @pytest.mark.parametrize("count", [1, 100, (1 << 16) - 60, 1 << 16, 300_000, MOST - 100])
@@ -475,7 +372,7 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
     door.reply(reply=moe_pb2.ForwardReply())
     first.receive()
     client.give(first)
-    assert client.take(5.0) is first and len(asked) == 1 and asked[0] == ends.OPEN_SECONDS
+    assert client.take(5.0) is first and len(asked) == 1 and asked[0] == OPEN_SECONDS
     first.close()
     client.give(first)
     second = client.take(0.5)
@@ -485,7 +382,7 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
     assert client.take(5.0) is None and not client.likely, "one that has ended is not given out"
     count = len(asked)
     assert client.take(5.0) is None and len(asked) == count, "and a lane that has none is left alone"
-    monkeypatch.setattr(client, "_again", 0.0)
+    monkeypatch.setattr(client._kept, "_again", 0.0)
     client.close()
     assert client.take(5.0) is None and len(asked) == count
 

@@ -227,11 +227,10 @@ class AsyncMoeClient:
         payload = part.payload(region, link.regions)
         try:
             if isinstance(payload, InlineRows):
-                payload.carry()
+                payload.carry(link.carries_from)
             request = part.request(payload)
             if isinstance(payload, InlineRows):
-                came = await link.unary(link.carry, payload.sent(request), clock.remaining)
-                reply = payload.received(came)
+                reply = payload.received(await link.past_grpc(payload.sent(request), clock))
             else:
                 reply = await link.ask(request, clock.remaining)
             part.answered(reply, payload)

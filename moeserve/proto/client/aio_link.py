@@ -1,4 +1,4 @@
-"""The way to one address on asyncio: its channel, one stream for all calls, and its idle regions."""
+"""The way to one address on asyncio: its channel, one stream for all calls, idle regions and connections."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from grpc import aio
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import opened
+from moeserve.proto.client.patience import Clock
 from moeserve.proto.credentials import Credentials, KeyedChannel
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, from_message, from_rpc
 from moeserve.proto.timeouts import bounded, milliseconds
-from moeserve.proto.transports.carried import FORWARD, packed, unpacking
+from moeserve.proto.transports.async_connections import AsyncDataConnections
+from moeserve.proto.transports.carried import CARRIED_BYTES, FORWARD, packed, unpacking
+from moeserve.proto.transports.data_connections import BESIDE_BYTES, Reply, Request
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 
@@ -78,7 +81,7 @@ class AsyncForwardStream:
 
 
 class AsyncLink:
-    """The channel, the stream and the idle regions of one address, for one event loop."""
+    """The channel, the stream, the idle regions and connections of one address, for one event loop."""
 
     def __init__(self, address: str, max_message_bytes: int, credentials: Credentials | None = None) -> None:
         self.address = address
@@ -86,10 +89,11 @@ class AsyncLink:
         self.lane = moe_pb2_grpc.LaneServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.front = moe_pb2_grpc.FrontServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.admin = moe_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]
-        self.carry = self.channel.unary_unary(
+        self._carry = self.channel.unary_unary(
             FORWARD, request_serializer=packed, response_deserializer=unpacking(moe_pb2.ForwardReply)
         )
         self.regions = RegionPool()
+        self._data = AsyncDataConnections(address, self._ask_connection, credentials)
         self.closed = False
         self._stream: AsyncForwardStream | None = None
 
@@ -106,6 +110,27 @@ class AsyncLink:
             raise self._known(from_rpc(failed)) from failed
         except aio.UsageError as closed:
             raise Unavailable("UNAVAILABLE", "", f"the channel to {self.address} is closed") from closed
+
+    @property
+    def carries_from(self) -> int:
+        """How many bytes of rows are carried beside their message at least."""
+        return BESIDE_BYTES if self._data.likely else CARRIED_BYTES
+
+    async def past_grpc(self, message: Request, clock: Clock) -> Reply:
+        """Asks over a data connection, or as a unary call where the lane gives none; raises MoeError."""
+        if (connection := await self._data.take(clock.remaining)) is None:
+            reply: Reply = await self.unary(self._carry, message, clock.remaining)
+            return reply
+        try:
+            return await connection.ask(message, clock.remaining)
+        finally:
+            self._data.give(connection)
+
+    async def _ask_connection(self, timeout: float) -> moe_pb2.OpenDataConnectionReply:
+        reply: moe_pb2.OpenDataConnectionReply = await self.unary(
+            self.lane.OpenDataConnection, moe_pb2.OpenDataConnectionRequest(), timeout
+        )
+        return reply
 
     async def ask(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
         """Asks on the stream that all calls share; raises MoeError."""
@@ -133,6 +158,7 @@ class AsyncLink:
         """Closes the channel and gives back everything idle; calls that run here end as Unavailable."""
         self.closed = True
         self.regions.close()
+        self._data.close()
         if self._stream is not None:
             await self._stream.close()
         keyed = isinstance(self.channel, KeyedChannel)

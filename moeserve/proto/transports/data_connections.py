@@ -14,35 +14,46 @@ import select
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, outcome
+from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, outcome
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.awake import Awake
 from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.frames import Connection, FrameReader, frame_of, received, sent_of
+from moeserve.proto.transports.kept import OPEN_SECONDS, Kept
 from moeserve.proto.transports.tls import TlsSocket
 
 SECRET_BYTES = 32
 LET_IN = b"+"
 
+Request = moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest]
+Reply = moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]
+"""Of one call, with the data beside it where that is large."""
+
 BESIDE_BYTES = 1 << 12
 """Data of this size on is sent beside its message: protobuf would copy it four times on its way."""
-
-OPEN_SECONDS = 1.0
-"""For a lane to open a connection; calls go by gRPC where it does not."""
-
-AGAIN_SECONDS = 30.0
-"""After a connection could not be opened, until it is tried again."""
 
 ALONE_CALLS = 8
 """In a row over one connection, after which its caller is taken for the only one of its client."""
 
-MOST_IDLE, IDLE_SECONDS = 32, 60.0
-"""Connections that a client keeps for further calls to a lane, and for how long."""
+
+def request_frame(request: Request, timeout: float) -> list[memoryview]:
+    """What is sent of a call that has so many seconds."""
+    message, data = (request.message, request.data) if isinstance(request, Carried) else (request, None)
+    message.timeout_ms = milliseconds(timeout)
+    return frame_of(message.SerializeToString(), data)
+
+
+def reply_of(came: moe_pb2.ForwardStreamReply, data: memoryview | None) -> Reply:
+    """The reply in what came, with the data behind it. Raises MoeError where it says one."""
+    reply = outcome(came)
+    if data is None:
+        return reply
+    reply.hidden.data = b""  # so it is told from a message without any
+    return Carried(reply, data)
 
 
 class DataConnection:
@@ -79,7 +90,7 @@ class DataConnection:
         try:
             if credentials is not None and credentials.ca:
                 name = credentials.server_name or host
-                connection = tls = TlsSocket(bare, _context(credentials), name)
+                connection = tls = TlsSocket(bare, context_of(credentials), name)
                 tls.handshake(until - time.monotonic())
             connection.settimeout(max(1e-3, until - time.monotonic()))
             connection.sendall(made.secret)
@@ -100,20 +111,18 @@ class DataConnection:
         except OSError:
             return False
 
-    def send(self, request: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest], timeout: float) -> None:
+    def send(self, request: Request, timeout: float) -> None:
         """Sends a call that has so many seconds. Raises Unavailable, DeadlineExceeded; then `close` it."""
-        message, data = (request.message, request.data) if isinstance(request, Carried) else (request, None)
-        message.timeout_ms = milliseconds(timeout)
         self._deadline = time.monotonic() + bounded(timeout)
-        left: Sequence[memoryview] = frame_of(message.SerializeToString(), data)
+        left: Sequence[memoryview] = request_frame(request, timeout)
         try:
             while left := sent_of(self._connection, list(left)):
                 self._wait(self._writable)
         except OSError as failed:
-            raise _gone(str(failed)) from failed
+            raise gone_error(str(failed)) from failed
         self._awake.begins()
 
-    def receive(self, spin: float | None = 0.0) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
+    def receive(self, spin: float | None = 0.0) -> Reply:
         """The reply. Raises MoeError; where that is not said by the lane, the connection is closed.
 
         spin: seconds for which it looks again and again before it sleeps; None: about when the reply should
@@ -144,15 +153,11 @@ class DataConnection:
             raise
         except Exception as failed:  # what comes is the lane's, and may be anything
             self.close()
-            raise _gone(str(failed)) from failed
+            raise gone_error(str(failed)) from failed
         except BaseException:
             self.close()
             raise
-        reply = outcome(came)
-        if data is None:
-            return reply
-        reply.hidden.data = b""  # so it is told from a message without any
-        return Carried(reply, data)
+        return reply_of(came, data)
 
     def _wait(self, ready: select.poll, awake: Awake | None = None) -> None:
         left = self._deadline - time.monotonic()
@@ -172,7 +177,7 @@ class DataConnection:
 
 
 class DataConnections:
-    """The idle connections to one lane. Safe to use from any thread."""
+    """The connections of a client to one lane. Safe to use from any thread."""
 
     def __init__(
         self,
@@ -183,72 +188,48 @@ class DataConnections:
         """ask: has the lane open one, within so many seconds; raises MoeError. credentials: whom to trust,
         where calls go over TLS.
         """
-        self._host = address.rpartition(":")[0].strip("[]")
+        self._host = host_of(address)
         self._ask = ask
-        self._idle = deque[tuple[float, DataConnection]]()  # with since when
+        self._kept = Kept[DataConnection]()
         self._credentials = credentials
-        self._again = 0.0  # when one may be opened
         self._last: DataConnection | None = None  # that was taken
         self._row = 0  # times in a row that it was
-        self._closed = False
 
     @property
     def likely(self) -> bool:
         """Whether `take` gives one, as far as is known."""
-        return bool(self._idle) or time.monotonic() >= self._again
+        return self._kept.likely
 
     def take(self, timeout: float) -> DataConnection | None:
         """One that nobody uses, or a new one; None where calls go by gRPC."""
-        while self._idle:
-            try:
-                since, found = self._idle.pop()
-            except IndexError:  # another thread has it
-                break
-            if found.fresh and since > time.monotonic() - IDLE_SECONDS:
-                self._row = self._row + 1 if found is self._last else 0
-                self._last, found.alone = found, self._row >= ALONE_CALLS
-                return found
-            found.close()
-        if self._closed or time.monotonic() < self._again:
+        if (found := self._kept.idle()) is not None:
+            self._row = self._row + 1 if found is self._last else 0
+            self._last, found.alone = found, self._row >= ALONE_CALLS
+            return found
+        if not self._kept.may_open:
             return None
         seconds = min(OPEN_SECONDS, timeout)
         try:
             return DataConnection.open(self._host, self._ask(seconds), seconds, self._credentials)
-        except Overloaded:
-            self._again = time.monotonic() + OPEN_SECONDS
-        except (MoeError, OSError):  # an older lane, or one that this host does not reach so
-            self._again = time.monotonic() + AGAIN_SECONDS
-        return None
+        except (MoeError, OSError) as error:  # an older lane, or one that this host does not reach so
+            self._kept.refused(error)
+            return None
 
     def give(self, connection: DataConnection) -> None:
         """Keeps one whose call was answered."""
-        if connection.closed:
-            return
-        if self._closed or len(self._idle) >= MOST_IDLE:
-            connection.close()
-        else:
-            self._idle.append((time.monotonic(), connection))
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Closes what nobody has used for long: a lane has so many connections."""
-        try:
-            while self._idle[0][0] < time.monotonic() - IDLE_SECONDS:
-                self._idle.popleft()[1].close()
-        except IndexError:  # another thread has it
-            pass
+        self._kept.give(connection)
 
     def close(self) -> None:
         """Closes the idle ones, and those that come back later."""
-        self._closed = True
-        while self._idle:
-            try:
-                self._idle.pop()[1].close()
-            except IndexError:
-                break
+        self._kept.close()
 
 
-def _context(credentials: Credentials) -> ssl.SSLContext:
+def host_of(address: str) -> str:
+    """The host of a lane's address, at which its connections are."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def context_of(credentials: Credentials) -> ssl.SSLContext:
     """What a caller asks of a lane's certificate, and its own, as the files are now. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -258,5 +239,5 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
     return context
 
 
-def _gone(why: str) -> Unavailable:
+def gone_error(why: str) -> Unavailable:
     return Unavailable("UNAVAILABLE", "connection_lost", f"the lane's process is gone or stopping: {why}")

@@ -177,3 +177,69 @@ class FrameReader:
                 return self._connection.recv_into(place)
             except BlockingIOError:
                 wait()
+
+
+class Incoming:
+    """Frames as they come, in pieces of any size: `place` is where the next bytes go. They are whole messages
+    of the other end, one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._first = memoryview(bytearray(FIRST_BYTES))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._came = 0  # of the first bytes, until the message's size is known
+        self._whole: bytearray | None = None  # a message that is longer than these
+        self._message: bytes | None = None
+        self._data: memoryview | None = None
+        self._more = 0  # bytes of data
+        self.place = self._first
+
+    def took(self, count: int) -> tuple[bytes, memoryview | None] | None:
+        """The message, and the data behind it, where they are whole with so many bytes that came to `place`.
+        Raises ValueError where they are none.
+        """
+        self.place = self.place[count:]
+        if self._message is None and not self._read(count):
+            return None
+        if self.place:
+            return None
+        assert self._message is not None
+        found = self._message, self._data
+        self._begin()
+        return found
+
+    def _read(self, count: int) -> bool:
+        """Whether the message is there, and `place` is where the rest of the data goes."""
+        if self._whole is not None:
+            if self.place:
+                return False
+            self._behind(bytes(self._whole), self.place)
+            return True
+        self._came += count
+        if self._came < HEADER.size:
+            return False
+        magic, size, self._more = HEADER.unpack_from(self._first)
+        if magic != MAGIC:
+            raise ValueError(f"{bytes(self._first[:4])!r} begins no frame; {MAGIC!r} does")
+        if self._came > HEADER.size + size + self._more:
+            raise ValueError("bytes behind a frame")
+        there = self._first[HEADER.size : self._came]
+        if len(there) >= size:
+            self._behind(bytes(there[:size]), there[size:])
+            return True
+        self._whole = bytearray(size)
+        self._whole[: len(there)] = there
+        self.place = memoryview(self._whole)[len(there) :]
+        return False
+
+    def _behind(self, message: bytes, there: memoryview) -> None:
+        """The message is whole, and so much of the data is there."""
+        self._message = message
+        if self._more:
+            self._data = fresh_room(self._more)
+            self._data[: len(there)] = there
+            self.place = self._data[len(there) :]
+        else:
+            self.place = there[:0]
