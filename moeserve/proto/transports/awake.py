@@ -67,13 +67,21 @@ class Awake:
         return found
 
     def _looked(self, poll: Poll) -> list[tuple[int, int]]:
-        """What was found about when it was expected; a poll sleeps for whole milliseconds."""
-        since, expected = self._since, self.expected
-        before = int((since + expected - EARLY_SECONDS - time.monotonic()) * 1000)
-        if before > 0 and (found := poll(before)):
-            return found
-        until = since + expected + min(self._awake, EARLY_SECONDS + expected / 4)
-        while time.monotonic() < until:
+        """What was found about when it was expected. Between two looks others have their turn: a thread that
+        asks for the interpreter again at once would keep it from those who wait for it.
+        """
+        expected, early = self.expected, self._since + self.expected - EARLY_SECONDS
+        if expected > self._awake:
+            whole = int(1000 * (early - time.monotonic()))
+            if whole > 0 and (found := poll(whole)):
+                return found
+            if (rest := early - time.monotonic()) > 0:
+                time.sleep(rest)
+        now = time.monotonic()
+        until = min(self._since + expected + EARLY_SECONDS + expected / 4, now + self._awake)
+        while now < until:
             if found := poll(0):
                 return found
+            time.sleep(0)
+            now = time.monotonic()
         return []
