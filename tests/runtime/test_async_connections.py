@@ -201,8 +201,13 @@ def test_calls_of_one_loop_go_over_connections_of_their_own(ends: Ends) -> None:
         await asyncio.gather(*[calls() for _ in range(3)])
         assert len(asked) == 3 and client.likely and len(client._kept._idle) == 3
         held = await client.take(5.0)
+        client._kept._idle.clear()
+        opening = asyncio.create_task(client.take(5.0))
+        await asyncio.sleep(0)
         client.close()
         assert held is not None and held.closed and await client.take(5.0) is None
+        late = await opening
+        assert late is not None and late.closed and len(asked) == 4
 
     run(act)
 

@@ -210,8 +210,11 @@ class AsyncDataConnections:
                 found = await AsyncDataConnection.open(self._host, made, seconds, self._credentials)
             except (MoeError, OSError) as error:  # an older lane, or one that this host does not reach so
                 self._kept.refused(error)
-        if found is not None:
-            self._used.add(found)
+        if found is None:
+            return None
+        if self._kept.closed:  # while it was opened
+            found.close()
+        self._used.add(found)
         return found
 
     def give(self, connection: AsyncDataConnection) -> None:

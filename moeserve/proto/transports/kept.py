@@ -45,6 +45,11 @@ class Kept(Generic[C]):
         self._closed = False
 
     @property
+    def closed(self) -> bool:
+        """Whether none is kept any more."""
+        return self._closed
+
+    @property
     def may_open(self) -> bool:
         """Whether another may be."""
         return not self._closed and time.monotonic() >= self._again
