@@ -174,7 +174,12 @@ def _plain_of_torch(array: Any, field: str) -> Plain:
     if str(array.dtype) not in _BY_TORCH_NAME:
         raise TensorError(field, f"torch dtype {array.dtype} is not one of {', '.join(_BY_TORCH_NAME)}")
     found = _BY_TORCH_NAME[str(array.dtype)]
+    if array.layout != torch.strided or array.device.type == "meta":
+        text = f"a tensor of layout {array.layout} on {array.device} has no dense values; give a dense one"
+        raise TensorError(field, text)
     dense = array.detach() if array.requires_grad else array
+    if dense.is_neg():
+        dense = dense.resolve_neg()
     if not (dense.is_cpu and dense.is_contiguous()):
         dense = dense.cpu().contiguous()
     if found.name == "bf16":

@@ -22,9 +22,12 @@ from lane_calls import in_threads, requests
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import AsyncMoeClient, Choice, Logits, MoeClient
+from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.client.sync_link import Link
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
+from moeserve.proto.tensors import encode_into, plain
 from moeserve.proto.transports import data_connections
+from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.tls import TlsSocket
 from moeserve.runtime.keys.access import Role
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -344,3 +347,38 @@ def test_asynchronous_calls_are_answered_whatever_a_lane_gives(
 
     with LocalCluster(house_config(checkpoint_path, **values)) as house:
         asyncio.run(act(house))
+
+
+@pytest.mark.timeout(90)
+def test_deadlines_hold_while_a_step_hangs(checkpoint_path: Path, alone: Alone) -> None:
+    """For callers of any kind, also such as watch no clock of their own."""
+    values = EP2 | {"cluster__stopped_seconds": 0.0, "step__late_seconds": 8.0}
+    hidden, experts, weights = alone.batch(300, seed=3)
+    with (
+        LocalCluster(house_config(checkpoint_path, **values)) as house,
+        MoeClient(house.address, timeout=30.0, transport="inline", lane=0) as client,
+    ):
+        right = client.forward(0, hidden, experts, weights)
+        (link,) = client._core.lanes._links.values()
+        connection = link.connection(Clock(Patience(5.0)))
+        assert connection is not None
+        request = moe_pb2.ForwardRequest(job_id="a", layer=0)
+        encode_into(request.hidden, plain(hidden, "hidden"))
+        encode_into(request.choice.ids, plain(experts, "ids"))
+        encode_into(request.choice.weights, plain(weights, "weights"))
+        with standing_still(house.pid(1)):
+            for _ in range(2):
+                connection.send(request, 0.3)
+                connection._deadline = began = time.monotonic()
+                connection._deadline += 20.0  # a client that waits for as long as it takes
+                with pytest.raises(DeadlineExceeded, match="no answer within the deadline"):
+                    connection.receive()
+                assert 0.2 < time.monotonic() - began < 2.0
+        request.timeout_ms = 0
+        connection.send(request, 20.0)
+        reply = connection.receive()
+        found = reply.data if isinstance(reply, Carried) else reply.hidden.data
+        torch.testing.assert_close(
+            torch.frombuffer(bytearray(found or b""), dtype=torch.float32).view(300, -1), right, **CLOSE
+        )
+        connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from grpc import aio
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import opened
-from moeserve.proto.client.patience import Clock
+from moeserve.proto.client.patience import Clock, check_process
 from moeserve.proto.credentials import Credentials, KeyedChannel
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, from_message, from_rpc
 from moeserve.proto.timeouts import bounded, milliseconds
@@ -96,9 +97,11 @@ class AsyncLink:
         self._data = AsyncDataConnections(address, self._ask_connection, credentials)
         self.closed = False
         self._stream: AsyncForwardStream | None = None
+        self._process = os.getpid()
 
     async def unary(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
         """Calls `method` of one of the stubs; raises MoeError."""
+        check_process(self._process)
         try:
             return await method(request, timeout=bounded(timeout))
         except asyncio.CancelledError:
@@ -118,6 +121,7 @@ class AsyncLink:
 
     async def past_grpc(self, message: Request, clock: Clock) -> Reply:
         """Asks over a data connection, or as a unary call where the lane gives none; raises MoeError."""
+        check_process(self._process)
         if (connection := await self._data.take(clock.remaining)) is None:
             reply: Reply = await self.unary(self._carry, message, clock.remaining)
             return reply
@@ -134,6 +138,7 @@ class AsyncLink:
 
     async def ask(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
         """Asks on the stream that all calls share; raises MoeError."""
+        check_process(self._process)
         if self._stream is None or not self._stream.alive:
             self._stream = AsyncForwardStream(self.lane)
         try:

@@ -101,8 +101,10 @@ def check_options(options: Mapping[str, object]) -> None:
     output = options.get("output")
     if output is not None and not isinstance(output, SharedTensor):
         raise TypeError(f"output={quoted(output)} must be a tensor that `allocate` made, or None")
-    if "dtype" in options and not isinstance(options["dtype"], str):
-        raise TypeError(f"dtype={quoted(options['dtype'])} must be 'bf16', or ''")
+    if "dtype" in options and not isinstance(dtype := options["dtype"], str):
+        raise TypeError(f"dtype={quoted(dtype)} must be 'bf16', or ''")
+    if "dtype" in options and dtype not in ("", "bf16"):
+        raise ValueError(f"dtype={dtype!r} must be 'bf16', which declares uint16 arrays, or ''")
     if "weights_version" in options and not is_whole(options["weights_version"]):
         raise TypeError(f"weights_version={quoted(options['weights_version'])} must be a whole number")
 
@@ -139,8 +141,6 @@ class ClientBatch:
     ) -> ClientBatch:
         """Checks the arrays against each other; TensorError names the one that is wrong."""
         dtype, output = options.get("dtype", ""), options.get("output")
-        if dtype not in ("", "bf16"):
-            raise ValueError(f"dtype={dtype!r} must be 'bf16', which declares uint16 arrays, or ''")
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
         _check("hidden", rows, FLOATS)
         if isinstance(route, Logits):

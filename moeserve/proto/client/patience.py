@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -17,6 +18,14 @@ OPERATION_SECONDS = 3600.0  # a rebalance or reload may take, unless its caller 
 def is_whole(value: object) -> bool:
     """Whether `value` is a whole number, of Python or of numpy."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_process(made_by: int) -> None:
+    """Raises RuntimeError in a process that was forked from the one that made a client: channels of gRPC do
+    not work there, and regions and connections are its parent's.
+    """
+    if made_by != os.getpid():
+        raise RuntimeError("this client was made before a fork; make another one in this process")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,13 @@ from moeserve.proto.tensors import (
 from moeserve.proto.transports.carried import CARRIED_BYTES, Carried, beside
 from moeserve.proto.transports.copies import copy_into
 from moeserve.proto.transports.region_calls import RegionCalls
-from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
+from moeserve.proto.transports.shared_memory import (
+    RegionPool,
+    RemoteRegion,
+    SharedTensor,
+    aligned,
+    region_size,
+)
 
 TRANSPORTS = ("auto", "inline", "shared_memory")
 
@@ -171,14 +177,13 @@ class Placed:
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Names the caller's regions in the request."""
         batch = self._batch
-        for tensor in batch.placed:
-            if tensor is batch.like:
-                describe_into(request.hidden, tensor.spec)
-                request.hidden.region.CopyFrom(tensor.place)
-            if tensor is batch.output:
-                request.output.CopyFrom(tensor.place)
-        if not request.HasField("hidden"):
+        if isinstance(batch.like, SharedTensor):
+            describe_into(request.hidden, batch.like.spec)
+            request.hidden.region.CopyFrom(batch.like.place)
+        else:
             encode_into(request.hidden, batch.hidden)
+        if batch.output is not None:
+            request.output.CopyFrom(batch.output.place)
 
     def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
         """A view of the place, or of the bytes that came. A placed batch is one part: nothing is joined."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import grpc
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import connect
 from moeserve.proto.client.call import PartCall
-from moeserve.proto.client.patience import Clock
+from moeserve.proto.client.patience import Clock, check_process
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import StreamPool
 from moeserve.proto.credentials import Credentials
@@ -99,9 +100,11 @@ class Link:
         self.streams = StreamPool(self.lane)
         self._data = DataConnections(address, self._ask_connection, credentials)
         self.closed = False
+        self._process = os.getpid()
 
     def unary(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
         """Calls `method` of one of the stubs; raises MoeError."""
+        check_process(self._process)
         try:
             return method(request, timeout=bounded(timeout))
         except grpc.RpcError as failed:
@@ -135,6 +138,7 @@ class Link:
         A part that is `alone` is sent only when it is waited for: a blocking unary call needs no other
         thread, and is a tenth faster.
         """
+        check_process(self._process)
         timeout, spin = clock.remaining, clock.patience.spin or 0.0
         if isinstance(payload, InlineRows):
             message = payload.sent(request)

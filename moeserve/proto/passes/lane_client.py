@@ -23,10 +23,10 @@ from dataclasses import replace
 from typing import Unpack
 
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
-from moeserve.proto.client.patience import Clock, Patience, is_whole
+from moeserve.proto.client.patience import Clock, Patience, check_process, is_whole
 from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import InvalidArgument, MoeError, Unavailable
+from moeserve.proto.errors import InvalidArgument, MoeError, client_closed
 from moeserve.proto.passes.answers import SMALLEST_BYTES, Answers
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.buffers import BUFFERS
@@ -58,7 +58,8 @@ _NUMBERS = itertools.count()
 class LaneClient(MoeClient):
     """Calls as MoeClient does, over device lanes where it can. Safe to use from any thread.
 
-    After a fork the child's calls go over no lane; it makes a client of its own for that.
+    After a fork the child makes a client of its own: calls of its parent's go over no lane there, and raise
+    RuntimeError where they need gRPC.
 
     lanes: of this host's ranks, attached by the first calls; each takes one call at a time, and a rank has
     `passes.lanes` of them for all callers. The other arguments, and what calls raise, are MoeClient's. Calls
@@ -117,8 +118,11 @@ class LaneClient(MoeClient):
         MoeError where the rank attaches none, or is not on this host; InvalidArgument for more rows than it
         takes.
         """
-        if os.getpid() != self._process:
-            raise RuntimeError("this client was made before a fork; make another one in this process")
+        check_process(self._process)
+        with self._lock:
+            closed = self._closed
+        if closed:
+            raise client_closed(self.address)
         for gone in self._swept():
             gone.close(DETACH_SECONDS)
         wanted = self._wanted((rows, 1), dtype, lane, min(ATTACH_SECONDS, self._core.seconds))
@@ -129,7 +133,7 @@ class LaneClient(MoeClient):
             self._placed[id(hidden.region)] = line
         if closed:
             line.close(DETACH_SECONDS)
-            raise Unavailable("UNAVAILABLE", "", "this client is closed")
+            raise client_closed(self.address)
         return hidden, output
 
     def close(self) -> None:
@@ -171,6 +175,8 @@ class LaneClient(MoeClient):
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
         if output is not None and output.spec != rows.spec:
             return None
+        if output is not None and isinstance(hidden, SharedTensor) and hidden.overlaps(output):
+            return None  # the rank says so
         batch = layer, hidden, route
         if isinstance(hidden, SharedTensor) and (line := self._placed.get(id(hidden.region))) is not None:
             if not line.turn.acquire(timeout=clock.remaining):

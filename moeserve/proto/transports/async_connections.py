@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -17,9 +18,11 @@ from moeserve.proto.transports.data_connections import (
     LET_IN,
     Reply,
     Request,
+    check_call,
     context_of,
     gone_error,
     host_of,
+    job_id_of,
     reply_of,
     request_frame,
 )
@@ -34,7 +37,8 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
     """One connection to a lane, for one call at a time."""
 
     def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        self._process = os.getpid()
         self._transport: asyncio.Transport | None = None
         self._first = bytearray(len(LET_IN))  # what lets it in
         self._let_in: asyncio.Future[None] | None = loop.create_future()  # None: it is
@@ -80,8 +84,9 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
 
     @property
     def fresh(self) -> bool:
-        """Whether the lane keeps it, as far as is seen here."""
-        return not self.closed
+        """Whether the lane keeps it, as far as is seen here, and this process and loop made it."""
+        own = self._process == os.getpid() and self._loop is asyncio.get_running_loop()
+        return own and not self.closed
 
     @property
     def closed(self) -> bool:
@@ -92,8 +97,8 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
         """Makes a call that has so many seconds. Raises MoeError; where that is not said by the lane, and
         where nobody waits for the reply any more, the connection is closed.
         """
-        if self._gone or self._transport is None:
-            raise gone_error(self._gone)
+        if not self.fresh or self._transport is None:
+            raise gone_error(self._gone or "another process or event loop made this connection")
         answer = self._answer = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(bounded(timeout)):
@@ -106,11 +111,12 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
                 raise gone_error(self._gone)
             message, data = frame
             came = moe_pb2.ForwardStreamReply.FromString(message)
+            check_call(came, job_id_of(request))
         except TimeoutError:
             self.close()
             text = "the lane did not answer in time"
             raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text) from None
-        except DecodeError as wrong:
+        except (DecodeError, ConnectionError) as wrong:
             self.close()
             raise gone_error(str(wrong)) from wrong
         except BaseException:  # also where its caller waits no more
@@ -121,10 +127,18 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
         return reply_of(came, data)
 
     def close(self) -> None:
-        """Ends it; a call that is under way is given up by the lane."""
-        self._lost("it was closed")
-        if self._transport is not None:
+        """Ends it; a call that is under way is given up by the lane. After a fork it is left to the process
+        that made it, whose event loop the child's copy of it would reach.
+        """
+        if self._process != os.getpid() or self._transport is None:
+            self._gone = self._gone or "another process made it"
+        elif self._loop.is_closed():
+            self._lost("its event loop is closed")
+        elif self._loop is _running():
+            self._lost("it was closed")
             self._transport.abort()
+        else:
+            self._loop.call_soon_threadsafe(self.close)
 
     def _lost(self, why: str) -> None:
         self._gone = self._gone or why
@@ -177,6 +191,14 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
         if self._flows is not None and not self._flows.done():
             self._flows.set_result(None)
         self._flows = None
+
+
+def _running() -> asyncio.AbstractEventLoop | None:
+    """The event loop that calls, if any."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 class AsyncDataConnections:

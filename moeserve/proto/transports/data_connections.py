@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, outcome
+from moeserve.proto.texts import quoted
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.awake import Awake
 from moeserve.proto.transports.carried import Carried
@@ -47,6 +48,18 @@ def request_frame(request: Request, timeout: float) -> list[memoryview]:
     return frame_of(message.SerializeToString(), data)
 
 
+def job_id_of(request: Request) -> str:
+    """By which its reply is known."""
+    message = request.message if isinstance(request, Carried) else request
+    return message.job_id
+
+
+def check_call(came: moe_pb2.ForwardStreamReply, job_id: str) -> None:
+    """Raises ConnectionError for a reply to another call; one that was refused unread is known by none."""
+    if came.job_id not in ("", job_id):
+        raise ConnectionError(f"a reply to call {quoted(came.job_id)}, and {quoted(job_id)} was asked")
+
+
 def reply_of(came: moe_pb2.ForwardStreamReply, data: memoryview | None) -> Reply:
     """The reply in what came, with the data behind it. Raises MoeError where it says one."""
     reply = outcome(came)
@@ -68,7 +81,7 @@ class DataConnection:
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
-        self._deadline = 0.0
+        self._deadline, self._job_id = 0.0, ""
         self._awake = Awake()
         self.alone = False  # no other connection to the lane was used lately by its client
         self._process = os.getpid()
@@ -114,6 +127,7 @@ class DataConnection:
     def send(self, request: Request, timeout: float) -> None:
         """Sends a call that has so many seconds. Raises Unavailable, DeadlineExceeded; then `close` it."""
         self._deadline = time.monotonic() + bounded(timeout)
+        self._job_id = job_id_of(request)
         left: Sequence[memoryview] = request_frame(request, timeout)
         try:
             while left := sent_of(self._connection, list(left)):
@@ -148,6 +162,7 @@ class DataConnection:
                 raise ConnectionError("it closed the connection")
             message, data = self._reader.body(header, wait)
             came = moe_pb2.ForwardStreamReply.FromString(message)
+            check_call(came, self._job_id)
         except MoeError:
             self.close()
             raise

@@ -6,6 +6,7 @@ it wakes the lane's process at once, where a gRPC stream takes some three thread
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -28,15 +29,19 @@ class RegionCalls:
         self._readable.register(lease, select.POLLIN)
         self._busy = threading.Lock()
         self._deadline = 0.0
+        self._process = os.getpid()
 
     def send(self, request: moe_pb2.ForwardRequest, timeout: float) -> bool:
-        """Sends `request`; False when it is too long or another call is under way here.
+        """Sends `request`; False when it is too long, another call is under way here, or another process made
+        the lease, before it was forked.
 
         timeout: seconds. Raises Unavailable when the lane's process is gone.
         """
         request.timeout_ms = milliseconds(timeout)
         packet = request.SerializeToString()
-        if len(packet) > PACKET_BYTES or not self._busy.acquire(blocking=False):
+        if self._process != os.getpid() or len(packet) > PACKET_BYTES:
+            return False
+        if not self._busy.acquire(blocking=False):
             return False
         self._deadline = time.monotonic() + bounded(timeout)
         try:

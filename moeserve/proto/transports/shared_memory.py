@@ -55,6 +55,7 @@ class RemoteRegion:
         self.size = len(memory)
         self._memory = memory
         self._lease = lease
+        self._process = os.getpid()
 
     @classmethod
     def open(cls, made: moe_pb2.CreateRegionReply) -> RemoteRegion:
@@ -82,7 +83,11 @@ class RemoteRegion:
 
     @property
     def alive(self) -> bool:
-        """Whether the lane's process still keeps the region."""
+        """Whether the lane's process still keeps the region, and this process fetched it: after a fork it is
+        its parent's, too.
+        """
+        if self._process != os.getpid():
+            return False
         try:
             return self._lease.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
@@ -162,6 +167,11 @@ class SharedTensor:
     def place(self) -> moe_pb2.Region:
         """Returns its place in shared memory, as a message of the contract."""
         return self.region.message(self.offset, self.spec)
+
+    def overlaps(self, other: SharedTensor) -> bool:
+        """Whether both have bytes of one region in common."""
+        ends = self.offset + self.spec.nbytes, other.offset + other.spec.nbytes
+        return self.region is other.region and self.offset < ends[1] and other.offset < ends[0]
 
     def close(self) -> None:
         """Gives the region back to the lane."""

@@ -25,6 +25,7 @@ class ConnectionRegion:
         self._name = ""
         self._hold: Hold | None = None
         self._used_at = 0.0
+        self.doubted = False  # a call ended without an answer, whose step may still touch it
 
     @property
     def held(self) -> bool:
@@ -34,7 +35,8 @@ class ConnectionRegion:
     def rows(self, nbytes: int) -> memoryview:
         """Memory for so many bytes of rows. No call is under way."""
         needed, self._used_at = 2 * aligned(nbytes), time.monotonic()
-        if self._hold is None or self._hold.memory.nbytes < needed:
+        touched = self.doubted and self._regions.holds(self._name) > 1  # besides by this connection
+        if touched or self._hold is None or self._hold.memory.nbytes < needed:
             self.close()
             if not self._make(region_size(needed)):
                 return fresh_room(nbytes)
@@ -78,7 +80,7 @@ class ConnectionRegion:
 
     def close(self) -> None:
         """Gives the region back; a call that is still under way holds it until it has ended."""
-        hold, self._hold = self._hold, None
+        hold, self._hold, self.doubted = self._hold, None, False
         if hold is not None:
             hold.close()
             self._rooms.release()

@@ -251,6 +251,8 @@ class DataConnection:
             self._call = None  # before the caller has the reply, and sends its next request
             if self._ending:
                 return
+            if reply.HasField("error"):
+                self._region.doubted = True
             data = self._answer_of(reply.reply)
             left = frame_of(reply.SerializeToString(), data)
             if sum(part.nbytes for part in left) < ASIDE_BYTES:

@@ -22,7 +22,8 @@ from moeserve.runtime.step import Announcement, Job, Upload
 
 log = logging.getLogger(__name__)
 
-HOLD_LOOK_SECONDS = 0.1  # between looks for deadlines that pass while a lane is held
+LOOK_SECONDS, IDLE_LOOKS = 0.1, 50
+"""Between looks for deadlines that have passed, and after how many without a job no more are made."""
 
 
 class Lane:
@@ -44,6 +45,7 @@ class Lane:
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
         self._callers = 0  # of these jobs
+        self._looks = False  # whether a thread looks for deadlines
         self._numbers = itertools.count(1)
         self._refusals = 0  # since a call was last taken
         self._lock = threading.Lock()
@@ -109,14 +111,13 @@ class Lane:
             ).start()
 
     def _keep(self, turn: int, until: float, reason: str) -> None:
-        """Fails jobs whose deadline passes while the lane is held, and all once that lasts too long."""
+        """Fails all jobs once it lasts too long that the lane is held."""
         while self._held == turn:
             if time.monotonic() >= until:
                 limit = f"members.hold_seconds = {self.hold_seconds:g}"
                 self._close_held(turn, f"{reason}; the group is not back within {limit}")
                 return
-            self.expire(time.monotonic())
-            time.sleep(min(HOLD_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+            time.sleep(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     def _close_held(self, turn: int, reason: str) -> None:
         with self._lock:
@@ -228,6 +229,9 @@ class Lane:
             if not self._jobs and self._generation is not None:
                 self._unserved_since = None  # nobody has waited since the group serves again
             self._jobs.update({job.number: job for job in jobs})
+            if not self._looks:
+                self._looks = True
+                threading.Thread(target=self._look, name="lane-deadlines", daemon=True).start()
             self._callers += callers
             return self._generation
 
@@ -286,6 +290,22 @@ class Lane:
         with self._lock:
             now = time.monotonic()
             self._unwhole = {layer: self._unwhole.get(layer, now) for layer in layers}
+
+    def _look(self) -> None:
+        """Looks for deadlines that have passed, until for a while there are no jobs; by a thread of its own:
+        the one that runs steps may be in one that does not end.
+        """
+        idle = 0
+        while True:
+            time.sleep(LOOK_SECONDS)
+            idle = 0 if self._jobs else idle + 1
+            if not idle:
+                self.expire(time.monotonic())
+            elif idle >= IDLE_LOOKS:
+                with self._lock:
+                    self._looks = bool(self._jobs)
+                    if not self._looks:
+                        return
 
     def expire(self, now: float) -> None:
         """Fails jobs whose deadline passed; the sequencer drops such jobs without a word. And those that have
