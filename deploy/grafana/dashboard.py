@@ -121,8 +121,14 @@ def steps() -> list[Panel]:
             "Mean step by phase",
             "s",
             "wait: since its earliest job came. On a GPU all are by its own clock, of one step in 8.",
-            Query(mean("phase", PHASE), "{{phase}}"),
+            Query(mean("phase", PHASE, 'phase!~"launch|reply"'), "{{phase}}"),
             stacked="normal",
+        ),
+        lines(
+            "Mean launch and reply",
+            "s",
+            "What a rank's host does for a step, beside the phases: on a CPU a launch holds all of them.",
+            Query(mean("phase", PHASE, 'phase=~"launch|reply"'), "{{phase}}"),
         ),
         lines("p99 by phase", "s", "Over all ranks.", Query(quantile(0.99, "phase", PHASE), "{{phase}}")),
         lines(

@@ -88,6 +88,8 @@ class Config:
         paths: dict[str, str] = {}
         if self.model.checkpoint:
             paths["model.checkpoint"] = path_from(folder, self.model.checkpoint)
+        if self.server.reload_root:
+            paths["server.reload_root"] = str(folder / Path(self.server.reload_root).expanduser())
         if self.plan.costs:
             paths["plan.costs"] = str(folder / Path(self.plan.costs).expanduser())
         for name in KEY_FILES:

@@ -17,6 +17,8 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient, lanes
 from moeserve.proto.client.aio import AsyncMoeClient
 from moeserve.proto.client.lanes import Lanes
+from moeserve.proto.errors import NotFound
+from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -122,3 +124,20 @@ def test_one_of_all_callers_asks_and_the_same_answer_changes_nothing(
     made.clear()
     time.sleep(0.25)
     assert not made.due()
+
+
+@pytest.mark.parametrize("kind", [MoeClient, LaneClient])
+def test_a_lane_that_is_away_is_waited_for_by_who_asks_for_no_other(
+    checkpoint_path: Path, alone: Alone, kind: type[MoeClient]
+) -> None:
+    values = {"parallel__data_parallel_size": 3, "parallel__enable_expert_parallel": True}
+    batch = alone.batch(5, seed=1)
+    with LocalCluster(house_config(checkpoint_path, balance__redundant_experts=9, **values)) as house:
+        with kind(house.address, lane=1, timeout=60.0) as client:
+            client.forward(1, *batch)
+            os.kill(house.pid(1), signal.SIGKILL)
+            time.sleep(0.02)
+            found = client.forward(1, *batch)
+            torch.testing.assert_close(found, alone.forward(1, *batch), rtol=1e-4, atol=1e-4)
+        with kind(house.address, lane=7, timeout=60.0) as client, pytest.raises(NotFound, match="lane 7"):
+            client.forward(1, *batch)

@@ -1,6 +1,6 @@
 """`MoeClient`: a model server's way to its experts. Needs numpy and grpcio, and takes torch tensors too.
 
-with MoeClient("127.0.0.1:7171") as client:
+with MoeClient("127.0.0.1:50051") as client:
     mixed = client.forward(3, hidden, experts, weights)  # [T, H], like hidden
 """
 

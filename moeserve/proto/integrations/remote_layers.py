@@ -1,6 +1,6 @@
 """The MoE layers of an engine's process that a service answers for, for plug-ins that engines load.
 
-layers = RemoteLayers(Settings("127.0.0.1:7171"))
+layers = RemoteLayers(Settings("127.0.0.1:50051"))
 layers.take(3, "model.layers.3.mlp.experts", experts=128, hidden=2048)
 mixed = layers.ask(3, hidden, experts, weights)
 

@@ -1,6 +1,6 @@
 """`LaneClient`: a `MoeClient` whose calls of few rows go over device lanes of this host.
 
-with LaneClient("127.0.0.1:7171") as client:
+with LaneClient("127.0.0.1:50051") as client:
     mixed = client.forward(3, hidden, experts, weights)  # [T, H], like hidden
 
 Such a call is a step of a pass: the rank reads its layer and rows where the caller writes them, and no
@@ -363,6 +363,8 @@ class LaneClient(MoeClient):
                 line.close(min(DETACH_SECONDS, clock.remaining))
                 return None
             self._lines.add(line)
+            if rank is not None:
+                self._core.lanes.saw(rank)
             return line
         except MoeError as refused:
             if isinstance(refused, InvalidArgument) and refused.message.startswith("rows:"):

@@ -117,14 +117,15 @@ def epoch_from(message: Message) -> Epoch:
     return Epoch(message["number"], mesh, placement, members, versions, weights)
 
 
-def held_message(generation: int, epoch: Epoch | None) -> Message:
+def held_message(generation: int, epoch: Epoch | None, *, drained: bool = False) -> Message:
     """What a member holds that comes back to a head: its epoch, None before any, and the newest generation
-    that it has heard of.
+    that it has heard of. drained: its lane takes no call any more, as the head before had it.
     """
     return {
         "kind": "held",
         "generation": generation,
         "epoch": None if epoch is None else epoch_message(epoch),
+        "drained": drained,
     }
 
 

@@ -164,6 +164,28 @@ def test_a_group_forms_of_those_that_are_back_once_the_others_are_started() -> N
         assert serves(head, members, SECOND) > 9
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_who_was_drained_is_started_again(late: bool) -> None:
+    """The head that wanted it to leave is dead, and this one wants it to stay."""
+    with started_again() as head:
+        given_up = list[int]()
+        head.generations.parted.on_given_up = lambda process: given_up.append(process.pid)
+        head.generations.parted.is_gone = lambda process: True
+        members = {0: back(head, 0, 9, SECOND)}
+        drained = FakeMember(head, 1, pid=777, again=True)
+        drained.entry("welcome")
+        drained.stream.send(held_message(9, SECOND, drained=not late))
+        if late:
+            until(lambda: head.seats().keys() == {0, 1})
+            drained.stream.send(held_message(9, SECOND, drained=True))
+        until(lambda: given_up == [777])
+        members[1] = FakeMember(head, 1)
+        until(lambda: head.seats().keys() == {0, 1})
+        for one in members.values():
+            while (entry := one.entries.get(timeout=SECONDS))["kind"] != "prepare":
+                assert entry["kind"] in ("abort", "load")
+
+
 def test_who_comes_late_with_a_higher_epoch_takes_the_group_there() -> None:
     """Everybody else had died with the head before it heard of the change."""
     with started_again(0.2) as head:

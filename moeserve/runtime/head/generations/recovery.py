@@ -22,12 +22,14 @@ log = logging.getLogger(__name__)
 class Found:
     """What the members have told: the epoch that is the group's, the newest generation that any of them has
     heard of, and the members that are there. `silent` are those that never told: what they hold may be newer.
+    `drained` are those whose lanes take no call any more: the head before had them leave, or stop.
     """
 
     epoch: Epoch
     generation: int
     seats: dict[int, Seat]
     silent: dict[int, Seat]
+    drained: dict[int, Seat]
 
 
 class Recovery:
@@ -50,6 +52,7 @@ class Recovery:
         self._generation = 0
         self._here: dict[int, Seat] = {}
         self._told = set[int]()  # seats whose process has said what it holds, or never held anything
+        self._drained = set[int]()  # those of them whose lanes take no call any more
         self._adopted = False  # whether anybody has adopted any epoch
 
     def connected(self, number: int, seat: Seat, now: float = -math.inf) -> Seat | None:
@@ -61,6 +64,7 @@ class Recovery:
         before = self._here.get(number)
         self._here[number] = seat
         self._told.discard(number)
+        self._drained.discard(number)
         if not seat.again:
             self._told.add(number)
         return before
@@ -74,7 +78,7 @@ class Recovery:
         self._here.pop(number, None)
         self._told.discard(number)
 
-    def holds(self, number: int, generation: int, epoch: Epoch | None) -> None:
+    def holds(self, number: int, generation: int, epoch: Epoch | None, *, drained: bool = False) -> None:
         """A member says what it holds. Raises ValueError for an epoch that is none of this service."""
         if epoch is not None:
             check_of(epoch, self._first)
@@ -82,6 +86,8 @@ class Recovery:
                 self._highest, self._adopted = epoch, True
         self._generation = max(self._generation, generation)
         self._told.add(number)
+        if drained:
+            self._drained.add(number)
 
     @property
     def due(self) -> float:
@@ -118,9 +124,10 @@ class Recovery:
             "epoch %d is the highest that members hold, and generation %d the newest",
             *(self._highest.number, self._generation),
         )
-        here = {number: seat for number, seat in self._here.items() if number not in untold}
+        drained = {number: seat for number, seat in self._here.items() if number in self._drained - untold}
+        here = {number: seat for number, seat in self._here.items() if number not in untold | self._drained}
         silent = {number: self._here[number] for number in untold}
-        return Found(self._highest, self._generation, here, silent)
+        return Found(self._highest, self._generation, here, silent, drained)
 
     @property
     def reason(self) -> str:
@@ -218,11 +225,14 @@ class Recovering:
         Raises KeyError, TypeError or ValueError where that is malformed, or of another service.
         """
         generation, epoch = held_from(message)
+        drained = message.get("drained") is True
         if self._recovery is not None:
             if self._recovery.is_here(number, seat):
-                self._recovery.holds(number, generation, epoch)
+                self._recovery.holds(number, generation, epoch, drained=drained)
                 self._changed()
             return
+        if drained:
+            self._generations.given_up(seat.process(number), "its lane was drained, and it is to stay")
         self._group.newest = max(self._group.newest, generation)
         ours = self._group.epoch
         if epoch is not None and epoch.number > ours.number and epoch.members == ours.members:
@@ -238,8 +248,11 @@ class Recovering:
             return
         self._recovery = None
         self._group.epoch = found.epoch
-        for number, seat in found.silent.items():
-            log.warning("rank %d (pid %d) is given up: it does not say what it holds", number, seat.pid)
+        mute, drained = "it does not say what it holds", "its lane was drained, and it is to stay"
+        given_up = [(item, mute) for item in found.silent.items()]
+        given_up += [(item, drained) for item in found.drained.items()]
+        for (number, seat), why in given_up:
+            log.warning("rank %d (pid %d) is given up: %s", number, seat.pid, why)
             seat.stream.close()
             self._generations.parted.give_up(seat.process(number))
         self._generations.recovered(self._first, found.generation, self._wanted)

@@ -62,6 +62,11 @@ class Lane:
         return self._callers
 
     @property
+    def drained(self) -> bool:
+        """Whether it never takes another job."""
+        return self._draining is not None
+
+    @property
     def closed(self) -> str | None:
         """Why no job is taken now, or None."""
         return self._closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -114,6 +115,11 @@ def _loaded(epoch: Epoch) -> tuple[object, ...]:
 
 def progress_bar(rank: int) -> LayerProgress:
     """A bar over layers while experts are read, on the standard error of rank 0 only."""
+    if rank != 0 or not os.isatty(2):
+        return lambda layers: layers
     from tqdm import tqdm
 
-    return lambda layers: tqdm(layers, desc="experts", unit="layer", disable=rank != 0 or not os.isatty(2))
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is a semaphore of the host, which a killed process leaves behind
+    return lambda layers: tqdm(layers, desc="experts", unit="layer")

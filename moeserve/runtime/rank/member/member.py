@@ -27,6 +27,7 @@ from moeserve.runtime.control.messages import (
 from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
+from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.announcing import Announcing
 from moeserve.runtime.rank.member.changes import MemberChanges
@@ -290,9 +291,13 @@ class Member:
     def _say_held(self) -> None:
         """Tells a head that is there again what this member holds."""
         if self._held.adopted is None:  # it serves nobody yet, and may be reading experts for long
-            self._tell(held_message(self._generation.newest, None))
+            self._tell(self._held_message(None))
         else:
             self._entries.put({"kind": "held"})
+
+    def _held_message(self, epoch: Epoch | None) -> Message:
+        drained = self._lane is not None and self._lane.drained
+        return held_message(self._generation.newest, epoch, drained=drained)
 
     def _close(self, why: str) -> None:
         """Nothing comes any more: no job and no process group waits for it."""
@@ -326,7 +331,7 @@ class Member:
                 entry["act"]()
                 self.steps.report_if_due(self._generation.live)
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
-                self._tell(held_message(self._generation.newest, self._held.adopted))
+                self._tell(self._held_message(self._held.adopted))
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")
 
