@@ -12,7 +12,7 @@ import torch
 from houses import Alone, house_config
 
 from moeserve.proto.client import AsyncMoeClient, MoeClient
-from moeserve.proto.errors import InvalidArgument
+from moeserve.proto.errors import InvalidArgument, MoeError
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -99,3 +99,23 @@ def test_rows_and_answer_in_one_place_are_refused_by_name(house: LocalCluster, a
             with pytest.raises(InvalidArgument, match="lie over the rows"):
                 client.forward(0, placed, experts, weights, output=placed)
             assert torch.equal(placed.tensor, hidden)
+
+
+def test_a_closed_client_says_so_whatever_it_is_asked(house: LocalCluster) -> None:
+    client = MoeClient(house.address, timeout=10.0)
+    client.status()
+    client.close()
+    for ask in (client.status, client.model, client.topology, client.rebalance, client.health):
+        with pytest.raises(MoeError, match="is closed; make another one") as told:
+            ask()
+        assert told.value.reason == "client_closed"
+
+    async def act() -> None:
+        other = AsyncMoeClient(house.address, timeout=10.0)
+        await other.status()
+        await other.close()
+        for ask in (other.status, other.topology, other.rebalance, other.health):
+            with pytest.raises(MoeError, match="is closed; make another one"):
+                await ask()
+
+    asyncio.run(act())

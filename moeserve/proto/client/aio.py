@@ -120,13 +120,13 @@ class AsyncMoeClient:
     ) -> moe_pb2.RebalanceReply:
         """Moves experts while the service runs: as MoeClient.rebalance."""
         request = moe_pb2.RebalanceRequest(policy=policy, max_moves=max_moves, dry_run=dry_run)
-        reply: moe_pb2.RebalanceReply = await self._door.unary(self._door.admin.Rebalance, request, timeout)
+        reply: moe_pb2.RebalanceReply = await self._ask(self._door.admin.Rebalance, request, timeout)
         return reply
 
     async def reload(self, checkpoint: str, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ReloadReply:
         """Brings every layer to the weights in `checkpoint`: as MoeClient.reload."""
         request = moe_pb2.ReloadRequest(checkpoint=checkpoint)
-        reply: moe_pb2.ReloadReply = await self._door.unary(self._door.admin.Reload, request, timeout)
+        reply: moe_pb2.ReloadReply = await self._ask(self._door.admin.Reload, request, timeout)
         return reply
 
     async def scale(self, ranks: int, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ScaleReply:
@@ -140,7 +140,7 @@ class AsyncMoeClient:
         if not is_whole(ranks) or not 0 < ranks < 1 << 32:
             raise ValueError(f"ranks={ranks!r} must be a whole number of 1 or more")
         request = moe_pb2.ScaleRequest(ranks=ranks)
-        reply: moe_pb2.ScaleReply = await self._door.unary(self._door.admin.Scale, request, timeout)
+        reply: moe_pb2.ScaleReply = await self._ask(self._door.admin.Scale, request, timeout)
         return reply
 
     async def set_log_level(self, level: str = "", logger: str = "") -> moe_pb2.SetLogLevelReply:
@@ -155,6 +155,7 @@ class AsyncMoeClient:
 
     async def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
+        self._check_open()
         check = self._door.channel.unary_unary(health.METHOD, None, None)
         try:
             reply = await check(health.encode_check(service), timeout=self._core.seconds)
@@ -180,8 +181,13 @@ class AsyncMoeClient:
     ) -> None:
         await self.close()
 
-    async def _ask(self, method: Callable[..., Any], request: Any) -> Any:
-        return await self._door.unary(method, request, self._core.seconds)
+    async def _ask(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+        self._check_open()
+        return await self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+
+    def _check_open(self) -> None:
+        if self._door.closed:
+            raise client_closed(self.address)
 
     async def _hidden(
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions

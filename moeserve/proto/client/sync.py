@@ -174,7 +174,7 @@ class MoeClient:
         where the service does not serve; nothing is tried again.
         """
         request = moe_pb2.RebalanceRequest(policy=policy, max_moves=max_moves, dry_run=dry_run)
-        reply: moe_pb2.RebalanceReply = self._door.unary(self._door.admin.Rebalance, request, timeout)
+        reply: moe_pb2.RebalanceReply = self._ask(self._door.admin.Rebalance, request, timeout)
         return reply
 
     def reload(self, checkpoint: str, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ReloadReply:
@@ -186,7 +186,7 @@ class MoeClient:
         again.
         """
         request = moe_pb2.ReloadRequest(checkpoint=checkpoint)
-        reply: moe_pb2.ReloadReply = self._door.unary(self._door.admin.Reload, request, timeout)
+        reply: moe_pb2.ReloadReply = self._ask(self._door.admin.Reload, request, timeout)
         return reply
 
     def scale(self, ranks: int, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ScaleReply:
@@ -200,7 +200,7 @@ class MoeClient:
         if not is_whole(ranks) or not 0 < ranks < 1 << 32:
             raise ValueError(f"ranks={ranks!r} must be a whole number of 1 or more")
         request = moe_pb2.ScaleRequest(ranks=ranks)
-        reply: moe_pb2.ScaleReply = self._door.unary(self._door.admin.Scale, request, timeout)
+        reply: moe_pb2.ScaleReply = self._ask(self._door.admin.Scale, request, timeout)
         return reply
 
     def set_log_level(self, level: str = "", logger: str = "") -> moe_pb2.SetLogLevelReply:
@@ -215,6 +215,7 @@ class MoeClient:
 
     def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
+        self._check_open()
         check = self._door.channel.unary_unary(health.METHOD)
         try:
             return health.decode_check(check(health.encode_check(service), timeout=self._core.seconds))
@@ -237,8 +238,13 @@ class MoeClient:
     ) -> None:
         self.close()
 
-    def _ask(self, method: Callable[..., Any], request: Any) -> Any:
-        return self._door.unary(method, request, self._core.seconds)
+    def _ask(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+        self._check_open()
+        return self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+
+    def _check_open(self) -> None:
+        if self._door.closed:
+            raise client_closed(self.address)
 
     def _once(self, call: ClientCall[Link], clock: Clock, failed: MoeError | None = None) -> Reply:
         """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights.
