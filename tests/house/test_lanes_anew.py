@@ -137,7 +137,24 @@ def test_a_lane_that_is_away_is_waited_for_by_who_asks_for_no_other(
             client.forward(1, *batch)
             os.kill(house.pid(1), signal.SIGKILL)
             time.sleep(0.02)
+            assert list(client.topology().away) in ([1], []), "it may be back"
             found = client.forward(1, *batch)
             torch.testing.assert_close(found, alone.forward(1, *batch), rtol=1e-4, atol=1e-4)
         with kind(house.address, lane=7, timeout=60.0) as client, pytest.raises(NotFound, match="lane 7"):
             client.forward(1, *batch)
+
+
+def test_a_lane_that_was_scaled_away_is_none(checkpoint_path: Path, alone: Alone) -> None:
+    values = {"parallel__data_parallel_size": 3, "parallel__enable_expert_parallel": True}
+    batch = alone.batch(5, seed=1)
+    with (
+        LocalCluster(house_config(checkpoint_path, balance__redundant_experts=9, **values)) as house,
+        MoeClient(house.address, lane=2, timeout=20.0) as client,
+    ):
+        client.forward(1, *batch)
+        assert client.scale(2).outcome == "scaled"
+        assert not client.topology().away
+        began = time.monotonic()
+        with pytest.raises(NotFound, match="lane 2 is not one of the lanes"):
+            client.forward(1, *batch)
+        assert time.monotonic() - began < 5.0

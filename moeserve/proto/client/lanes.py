@@ -33,7 +33,6 @@ class Lanes(Generic[L]):
         self._connect = connect
         self._links: dict[str, L] = {}
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
-        self._ranks = set[int]()  # of lanes that were there once
         self._anew = math.inf  # when they are to be asked for
         self._turns = itertools.count()
         self._lock = threading.Lock()
@@ -61,13 +60,8 @@ class Lanes(Generic[L]):
                 return []
             self.current = topology
             self._addresses = frozenset(lane.address for lane in topology.lanes)
-            self._ranks |= {lane.rank for lane in topology.lanes}
             gone = [address for address in self._links if address not in self._addresses]
             return [self._links.pop(address) for address in gone]
-
-    def saw(self, rank: int) -> None:
-        """There is a lane of this rank, as is known otherwise."""
-        self._ranks.add(rank)
 
     def doubt(self, topology: moe_pb2.GetTopologyReply | None) -> None:
         """Forgets `topology`, on which a call failed, so that the next one asks anew. Keeps a newer one."""
@@ -77,7 +71,7 @@ class Lanes(Generic[L]):
 
     def pick(self, topology: moe_pb2.GetTopologyReply, bound: int | None, turn: int) -> moe_pb2.Lane:
         """The lane `bound`, or the one whose turn it is. NotFound where there is no lane `bound`, and
-        Unavailable where there was one: its rank may be on its way back.
+        Unavailable where its rank is away.
         """
         if bound is None:
             return topology.lanes[turn % len(topology.lanes)]
@@ -85,8 +79,7 @@ class Lanes(Generic[L]):
             if lane.rank == bound:
                 return lane
         text = f"lane {bound} is not one of the lanes {[lane.rank for lane in topology.lanes]}"
-        away = any(member.seat == bound and member.HasField("lane") for member in topology.members)
-        if away or bound in self._ranks:
+        if bound in topology.away:
             raise Unavailable("UNAVAILABLE", "no_lane", f"{text} now")
         raise NotFound("NOT_FOUND", "no_lane", text)
 

@@ -363,8 +363,6 @@ class LaneClient(MoeClient):
                 line.close(min(DETACH_SECONDS, clock.remaining))
                 return None
             self._lines.add(line)
-            if rank is not None:
-                self._core.lanes.saw(rank)
             return line
         except MoeError as refused:
             if isinstance(refused, InvalidArgument) and refused.message.startswith("rows:"):

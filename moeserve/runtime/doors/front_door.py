@@ -153,8 +153,12 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
             and (seat := seats.get(member.seat)) is not None
             and (seat.generation or not taken)
         ]
+        there = {lane.rank for lane in lanes}
+        wanted = (*epoch.members.present, *self._coordinator.away)
+        away = {member.seat for member in wanted if member.lane is not None} - there
         return moe_pb2.GetTopologyReply(
             lanes=lanes,
+            away=sorted(away),
             generation=progress.generation,
             epoch=epoch.number,
             serving=taken,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from moeserve.dispatch.members import Member
 from moeserve.experts.load import Load
 from moeserve.runtime.control.shadowed import peers_message, shadowed_from
 from moeserve.runtime.control.stream import Message
@@ -269,6 +270,12 @@ class Coordinator:
                 raise ValueError(refusal.reason)
             self.generations.seated(rank, seat)
             self._greet(rank, seat)
+
+    @property
+    def away(self) -> list[Member]:
+        """Members of the group that are away, or on their way to it, while others serve."""
+        with self._lock:
+            return self.generations.turnover.returning.members
 
     def _greet(self, rank: int, seat: Seat) -> None:
         """Tells a process that has taken a seat what all members were told before it came."""
