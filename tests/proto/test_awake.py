@@ -44,6 +44,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+def used_to(clock: Clock, takes: float) -> Awake:
+    """One whose other end has taken so long some times."""
+    awake = Awake(MOST_AWAKE_SECONDS)
+    for _ in range(8):
+        late(awake, clock, takes)
+    return awake
+
+
 def late(awake: Awake, clock: Clock, takes: float) -> float:
     """By how much something is found later than it comes, which takes so long; how long it was looked for
     again and again stands in the clock.
@@ -56,26 +64,20 @@ def late(awake: Awake, clock: Clock, takes: float) -> float:
 
 @pytest.mark.parametrize("takes", [50e-6, 300e-6, 1.7e-3, 4e-3])
 def test_what_takes_as_long_as_before_is_found_awake(clock: Clock, takes: float) -> None:
-    awake = Awake(MOST_AWAKE_SECONDS)
-    for _ in range(8):
-        late(awake, clock, takes)
+    awake = used_to(clock, takes)
     for _ in range(10):
         assert late(awake, clock, takes) <= LOOK
         assert clock.looked * LOOK <= MOST_AWAKE_SECONDS + 2 * LOOK
 
 
 def test_what_takes_long_is_waited_for_asleep(clock: Clock) -> None:
-    awake = Awake(MOST_AWAKE_SECONDS)
-    for _ in range(5):
-        late(awake, clock, 2 * LONGEST_SECONDS)
+    awake = used_to(clock, 2 * LONGEST_SECONDS)
     assert late(awake, clock, 2 * LONGEST_SECONDS) > LOOK
     assert clock.looked == 1 and clock.slept == 1
 
 
 def test_one_that_takes_long_is_waited_for_asleep_and_changes_little(clock: Clock) -> None:
-    awake = Awake(MOST_AWAKE_SECONDS)
-    for _ in range(8):
-        late(awake, clock, 3e-4)
+    awake = used_to(clock, 3e-4)
     late(awake, clock, 2.0)
     assert clock.looked * LOOK <= MOST_AWAKE_SECONDS + 2 * LOOK and clock.slept == 1
     assert late(awake, clock, 3e-4) <= LOOK
@@ -83,9 +85,7 @@ def test_one_that_takes_long_is_waited_for_asleep_and_changes_little(clock: Cloc
 
 @pytest.mark.parametrize("takes", [7e-4, 1.4e-3, 2.9e-3, 4.9e-3])
 def test_nobody_is_awake_for_longer_than_said(clock: Clock, takes: float) -> None:
-    awake = Awake(MOST_AWAKE_SECONDS)
-    for _ in range(8):
-        late(awake, clock, takes)
+    awake = used_to(clock, takes)
     for later in (0.0, 5e-5, 3e-4, 1e-3, 0.1):
         late(awake, clock, takes + later)
         assert clock.looked * LOOK <= MOST_AWAKE_SECONDS + 2 * LOOK
@@ -107,9 +107,7 @@ def test_who_is_not_to_be_awake_never_is(clock: Clock) -> None:
 
 
 def test_nothing_is_found_where_nothing_comes(clock: Clock) -> None:
-    awake = Awake(MOST_AWAKE_SECONDS)
-    for _ in range(8):
-        late(awake, clock, 3e-4)
+    awake = used_to(clock, 3e-4)
     awake.begins()
     clock.comes, began = clock.now + 10.0, clock.now
     assert awake.wait(clock.poll, 250.0) == []

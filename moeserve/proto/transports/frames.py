@@ -86,6 +86,16 @@ def _any_room(message: bytes, nbytes: int) -> memoryview:
     return fresh_room(nbytes)
 
 
+def _sizes(came: memoryview) -> tuple[int, int]:
+    """How many bytes of message and data a frame has that begins so. Raises ValueError where it is none."""
+    magic, message, data = HEADER.unpack_from(came)
+    if magic != MAGIC:
+        raise ValueError(f"{bytes(came[:4])!r} begins no frame; {MAGIC!r} does")
+    if len(came) > HEADER.size + message + data:
+        raise ValueError("bytes behind a frame, while its call is under way")
+    return message, data
+
+
 class FrameReader:
     """Reads one frame after the other of a connection that does not block. `wait` returns when there is more
     to read, or raises.
@@ -108,12 +118,7 @@ class FrameReader:
                     raise ConnectionError("it was closed within a frame")
                 return None
             came += more
-        magic, message, data = HEADER.unpack_from(self._first)
-        if magic != MAGIC:
-            raise ValueError(f"{bytes(self._first[:4])!r} begins no frame; {MAGIC!r} does")
-        if came > HEADER.size + message + data:
-            raise ValueError("bytes behind a frame, while its call is under way")
-        return came, message, data
+        return came, *_sizes(self._first[:came])
 
     def body(
         self,
@@ -220,11 +225,7 @@ class Incoming:
         self._came += count
         if self._came < HEADER.size:
             return False
-        magic, size, self._more = HEADER.unpack_from(self._first)
-        if magic != MAGIC:
-            raise ValueError(f"{bytes(self._first[:4])!r} begins no frame; {MAGIC!r} does")
-        if self._came > HEADER.size + size + self._more:
-            raise ValueError("bytes behind a frame")
+        size, self._more = _sizes(self._first[: self._came])
         there = self._first[HEADER.size : self._came]
         if len(there) >= size:
             self._behind(bytes(there[:size]), there[size:])
