@@ -29,6 +29,8 @@ from moeserve.proto.transports.kept import OPEN_SECONDS
 from moeserve.runtime.doors.calls import data_connection as server
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.data_connections import DataConnections
+from moeserve.runtime.doors.failures import status_of
+from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.errors import LaneFull
 
 
@@ -520,3 +522,35 @@ def test_who_speaks_another_tongue_than_the_lane_is_left(
     connection.send(rows(5000), 5.0)
     door.reply(bytes(5000), reply=moe_pb2.ForwardReply(epoch=1))
     connection.receive()
+
+
+def test_memory_that_a_step_without_an_answer_may_touch_is_not_used_again(
+    there: DataConnections, connection: DataConnection, door: Door
+) -> None:
+    """Its error was sent at the deadline, and the step goes on."""
+    asked = list[moe_pb2.ForwardRequest]()
+    for turn, (touched, error) in enumerate(((True, False), (True, True), (False, True), (False, False))):
+        connection.send(rows(5000), 5.0)
+        assert door.came.acquire(timeout=5)
+        request, ended, _ = door.asked[-1]
+        asked.append(request)
+        place = request.output
+        held = door.regions.hold(place.name, place.offset, place.size) if touched else None
+        reply = moe_pb2.ForwardStreamReply(job_id=request.job_id)
+        if error:
+            reply.error.CopyFrom(status_of(BadRequest("late")).as_message())
+        ended(reply)
+        if error:
+            with pytest.raises(InvalidArgument, match="late"):
+                connection.receive()
+        else:
+            connection.receive()
+        if held is not None and not error:
+            held.close()
+        if turn == 1:
+            late = held
+    first, second, third, fourth = (request.output.name for request in asked)
+    assert first == second != third, "the step of the second may still write there"
+    assert third == fourth, "nothing held it"
+    assert late is not None
+    late.close()

@@ -57,8 +57,8 @@ def test_the_thread_of_the_steps_neither_reads_nor_sends_a_report() -> None:
     rank: Any = SimpleNamespace(index=0, meter=meter, rows_computed=lambda: None)
     steps = MemberSteps(rank, None, send, lambda record: None)
     steps.steps = 3
-    steps.look_after(None)
-    steps.look_after(1)
+    steps.report(None)
+    steps.report(1)
     found = [threads.get(timeout=SECONDS) for _ in range(2)]
     assert [what for what, _ in found] == ["read", "report"]
     assert threading.current_thread() not in {thread for _, thread in found}
@@ -77,14 +77,14 @@ def test_rows_that_a_device_has_counted_are_reported_though_no_step_follows() ->
         rank, None, lambda message: sent.put((message["steps"], message["expert_rows"])), lambda record: None
     )
     steps.ran(3)
-    steps.look_after(1)
+    steps.report(1)
     assert sent.get(timeout=SECONDS)[0] == 3, "the device is asked beside that"
     limit = time.monotonic() + SECONDS
     while not steps.expert_rows and time.monotonic() < limit:
         time.sleep(0.001)
-    steps.look_after(1)
+    steps.report(1)
     assert sent.get(timeout=SECONDS) == (3, 9)
-    steps.look_after(1)
+    steps.report(1)
     steps.close()
     assert sent.empty(), "nothing is new"
 

@@ -120,6 +120,7 @@ class ConnectionLane:
         self._line: CalledLane | None = None
         self._columns: Columns | None = None  # of the call whose rows are received
         self._calls = 0  # that came without a lane for them
+        self.doubted = False  # a call with rows in its memory went another way, and has no answer
         self._refusals = Refusals()
 
     @property
@@ -172,6 +173,11 @@ class ConnectionLane:
     def _line_for(self, rows: int) -> CalledLane | None:
         """The lane, if it takes so many rows; it is attached after some calls."""
         line = self._line
+        if line is not None and self.doubted:
+            self.doubted = False
+            if self._of is not None and any(self._of.regions.holds(name) > 1 for name in line.lane.regions):
+                self.close()  # its memory goes when nothing touches it
+                line = None
         if line is not None and self._kept(line) and rows <= line.lane.wanted.rows:
             return line
         self._calls += 1

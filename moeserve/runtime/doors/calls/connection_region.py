@@ -36,6 +36,7 @@ class ConnectionRegion:
         """Memory for so many bytes of rows. No call is under way."""
         needed, self._used_at = 2 * aligned(nbytes), time.monotonic()
         touched = self.doubted and self._regions.holds(self._name) > 1  # besides by this connection
+        self.doubted = False
         if touched or self._hold is None or self._hold.memory.nbytes < needed:
             self.close()
             if not self._make(region_size(needed)):
@@ -80,7 +81,7 @@ class ConnectionRegion:
 
     def close(self) -> None:
         """Gives the region back; a call that is still under way holds it until it has ended."""
-        hold, self._hold, self.doubted = self._hold, None, False
+        hold, self._hold = self._hold, None
         if hold is not None:
             hold.close()
             self._rooms.release()

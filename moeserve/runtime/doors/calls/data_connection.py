@@ -252,7 +252,7 @@ class DataConnection:
             if self._ending:
                 return
             if reply.HasField("error"):
-                self._region.doubted = True
+                self._region.doubted = self._lane.doubted = True
             data = self._answer_of(reply.reply)
             left = frame_of(reply.SerializeToString(), data)
             if sum(part.nbytes for part in left) < ASIDE_BYTES:

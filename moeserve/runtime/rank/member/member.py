@@ -213,7 +213,7 @@ class Member:
                 return entry
             if (entry := self._entries.next(REPORT_SECONDS)) is not None:
                 return entry
-            self.steps.look_after(self._generation.live)
+            self.steps.report(self._generation.live)
 
     def _next_attending(self) -> Message | None:
         """The next entry; None where jobs of several callers flow no more. Meanwhile this thread begins such

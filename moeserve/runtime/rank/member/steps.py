@@ -216,9 +216,9 @@ class MemberSteps:
         self._finishing.beside(retire)
 
     def report_if_due(self, generation: int | None) -> None:
-        """Does `look_after`, unless it was done lately."""
+        """Does `report`, unless it was done lately."""
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
-            self.look_after(generation)
+            self.report(generation)
 
     def ran(self, steps: int) -> None:
         """Counts steps that were launched by others on this member's device. By any thread that finishes."""
@@ -244,13 +244,8 @@ class MemberSteps:
         """
         self._finishing.drain()
 
-    def look_after(self, generation: int | None) -> None:
-        """Fails jobs whose time is over, and has what was counted reported, when it changed.
-
-        None: no generation is live, and nothing is reported.
-        """
-        if self._lane is not None:
-            self._lane.expire(time.monotonic())
+    def report(self, generation: int | None) -> None:
+        """Has what was counted reported, when it changed. None: no generation is live, and nothing is."""
         counted = self.steps, self.expert_rows  # a device's rows are read behind the report of their steps
         if counted == self._reported or generation is None:
             return
