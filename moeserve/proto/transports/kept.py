@@ -14,7 +14,7 @@ OPEN_SECONDS = 1.0
 AGAIN_SECONDS = 30.0
 """After a connection could not be opened, until it is tried again."""
 
-MOST_IDLE, IDLE_SECONDS = 32, 60.0
+MOST_IDLE, IDLE_SECONDS = 64, 60.0
 """Connections that a client keeps for further calls to a lane, and for how long."""
 
 
