@@ -239,18 +239,40 @@ def test_bench_of_a_layer_that_is_not_served(served: Served, capsys: pytest.Capt
     assert "--rows=0 must be more than 0" in capsys.readouterr().err
 
 
-def test_a_port_in_use(served: Served, checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "doing"),
+    [
+        ("port", "listen"),
+        ("metrics-port", "serve metrics"),
+        ("health-port", "answer probes"),
+    ],
+)
+def test_a_port_in_use_is_no_bad_input_and_is_named_with_its_key(
+    served: Served, checkpoint: Path, flag: str, doing: str
+) -> None:
     port = served.address.rpartition(":")[2]
+    code, said = refused_start(checkpoint, f"--{flag}", port)
+    assert code == 1, "systemd starts it again"
+    why, key = "Address already in use", f"server.{flag.replace('-', '_')}"
+    assert f"moeserve serve: cannot {doing} on 127.0.0.1:{port}: {why}; set {key}" in said
+    assert main(["health", served.address]) == 0
+
+
+def test_a_host_that_is_none_of_this_machine_is_said_to_be_so(checkpoint: Path) -> None:
+    code, said = refused_start(checkpoint, "--host", "192.0.2.1", "--allow-plaintext")  # TEST-NET-1
+    assert code == 1 and "192.0.2.1:50051: Cannot assign requested address; set server.host (--host)" in said
+
+
+def refused_start(checkpoint: Path, *flags: str) -> tuple[int, str]:
+    """How a service that cannot start ends, and what it says."""
     done = subprocess.run(
-        [*SERVE, "--checkpoint", str(checkpoint), "--port", port],
+        [*SERVE, "--checkpoint", str(checkpoint), *flags],
         capture_output=True,
         text=True,
         timeout=START_SECONDS,
     )
-    assert done.returncode == 1
-    assert f"moeserve serve: cannot listen on 127.0.0.1:{port}; set server.port (--port)" in done.stderr
     assert "Traceback" not in done.stderr
-    assert main(["health", served.address]) == 0
+    return done.returncode, done.stderr
 
 
 def test_ctrl_c_stops_head_and_ranks_without_a_traceback(

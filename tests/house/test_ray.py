@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,25 @@ def test_fewer_cpus_than_ranks_is_said_at_once(nodes: Cluster, checkpoint_path: 
     config = house_config(checkpoint_path, cluster__ray_address=nodes.address, **many)
     with pytest.raises(ConfigError, match="8 ranks need 8 CPUs, and the Ray cluster has 6"):
         RayCluster(config).start()
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["nobody", "something else"])
+def test_a_ray_that_is_not_there_is_waited_for_no_longer_than_was_said(
+    checkpoint_path: Path, listens: bool
+) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        if listens:
+            other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        config = house_config(
+            checkpoint_path, cluster__ray_address=address, cluster__start_timeout_seconds=2.0, **EP4
+        )
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=rf"no Ray answers at .*{address}.* within .*_seconds = 2;"):
+            RayCluster(config).start()
+        assert time.monotonic() - began < 10
+        assert not ray.is_initialized()
 
 
 def runs(pid: int) -> bool:

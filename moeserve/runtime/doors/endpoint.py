@@ -20,16 +20,13 @@ from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
+from moeserve.runtime.keys.sockets import CannotListen, why_taken
 from moeserve.runtime.sections import ServerConfig
 
 log = logging.getLogger(__name__)
 
 REFLECTIONS = 4  # threads of reflection
 STOP_SECONDS = 5.0  # beside the grace, for calls that were cancelled to end
-
-
-class PortInUse(OSError):
-    """The port cannot be bound; names the port and the key that sets it."""
 
 
 class Endpoint:
@@ -83,13 +80,12 @@ class Endpoint:
         return self._services
 
     def start(self, host: str, port: int) -> str:
-        """Binds `host:port` (0: a free port) and starts; returns the bound `host:port`. Raises PortInUse."""
+        """Binds `host:port` (0: a free port) and starts; returns where it listens. Raises CannotListen."""
         try:
             bound = self._keys.listen(self._server, f"{host}:{port}")
         except RuntimeError as error:
-            raise PortInUse(
-                f"cannot listen on {host}:{port}; set server.port (--port) to a free one, or 0 for any"
-            ) from error
+            way_out = "set server.port (--port) to a free one, or 0 for any"
+            raise CannotListen.at("cannot listen", host, port, why_taken(host, port), way_out) from error
         self._server.start()
         return f"{host}:{bound}"
 

@@ -1,4 +1,4 @@
-"""Unix sockets for this user's processes: in a folder of mode 0700, and each peer's uid is asked for."""
+"""Unix sockets of this user alone, ports that are held for their listeners, and why none can be had."""
 
 from __future__ import annotations
 
@@ -98,3 +98,25 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, HeldPort]:
         holder.close()
         raise
     return holder, HeldPort(holder.getsockname()[1])
+
+
+class CannotListen(OSError):
+    """An address cannot be had; names it, why, and the key that sets it."""
+
+    @classmethod
+    def at(cls, doing: str, host: str, port: int, error: OSError, way_out: str) -> CannotListen:
+        """doing: what cannot be done there; way_out: which key to set where the port is at fault."""
+        named = not isinstance(error, socket.gaierror)
+        if not named or error.errno == errno.EADDRNOTAVAIL:
+            way_out = "set server.host (--host) to an address of this machine"
+        why = os.strerror(error.errno) if named and error.errno else error.strerror or str(error)
+        return cls(f"{doing} on {host}:{int(port)}: {why}; {way_out}")
+
+
+def why_taken(host: str, port: int) -> OSError:
+    """Why nothing can listen at `host:port`, as a bind of it says now."""
+    try:
+        hold_port(host, port)[0].close()
+    except OSError as error:
+        return error
+    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # it was; it is free again

@@ -24,8 +24,8 @@ from prometheus_client import (
 
 from moeserve.proto.passes.mailbox import Status
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
+from moeserve.runtime.keys.sockets import CannotListen
 from moeserve.runtime.planning.memory import PURPOSES
-from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.durations import Duration, Durations
 from moeserve.runtime.telemetry.http import serve_http
@@ -77,15 +77,14 @@ class Telemetry:
     def serve(self, host: str, port: int, keys: Keys = NO_KEYS) -> int:
         """Starts to answer scrapes and probes at `http://host:port`; 0 picks a free port. Returns the port.
 
-        keys: whom to let in, and whether it is https. Raises ConfigError when the address cannot be had.
+        keys: whom to let in, and whether it is https. Raises CannotListen.
         """
         try:
             server, thread = serve_http(host, port, self._registry, lambda: self.why_not(), keys)
         except OSError as error:
-            raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror or error}; set server.metrics_port "
-                "to another port (the coordinator's; rank r takes it + 1 + r), 0 for free ones, -1 for none"
-            ) from error
+            way_out = "set server.metrics_port to another port (the coordinator's; rank r takes it + 1 + r)"
+            way_out += ", 0 for free ones, -1 for none"
+            raise CannotListen.at("cannot serve metrics", host, port, error, way_out) from error
         self._server = server, thread
         return int(server.server_port)
 

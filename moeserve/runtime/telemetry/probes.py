@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from moeserve.proto.texts import clipped
-from moeserve.runtime.keys.sockets import HeldPort, private_folder, remove
-from moeserve.runtime.sections import ConfigError
+from moeserve.runtime.keys.sockets import CannotListen, HeldPort, private_folder, remove
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +32,7 @@ class Probes:
 
     why_not: why layers cannot be served now; empty while they can. It is asked by a thread of its own: where
     that hangs for `stalled_seconds`, the service counts as one that does not live. tls: paths of the
-    certificate and its key; empty where probes come without TLS. Raises ConfigError where
-    the address cannot be had.
+    certificate and its key; empty where probes come without TLS. Raises CannotListen.
     """
 
     def __init__(
@@ -53,10 +51,8 @@ class Probes:
             shared = isinstance(at[1], HeldPort)
             self._listener = socket.create_server(address[:2], family=family, backlog=1024, reuse_port=shared)
         except OSError as error:
-            why = f"cannot answer probes on {at[0]}:{at[1]}: {os.strerror(error.errno or 0)}"
-            raise ConfigError(
-                f"{why}; set server.health_port to another port, 0 for any free one, -1 for none"
-            ) from error
+            way_out = "set server.health_port to another port, 0 for any free one, -1 for none"
+            raise CannotListen.at("cannot answer probes", *at, error, way_out) from error
         self._inside = str(private_folder() / f"probes-{os.getpid()}-{secrets.token_hex(4)}")
         self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), self._inside]
         self._command += [str(stalled_seconds), *tls, *services]

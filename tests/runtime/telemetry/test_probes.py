@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import descendants_of, gone
 
-from moeserve.runtime.sections import ConfigError
+from moeserve.runtime.keys.sockets import CannotListen
 from moeserve.runtime.telemetry.probes import Probes
 
 SECONDS = 20.0
@@ -198,5 +198,5 @@ def test_the_process_is_started_again(served: Served) -> None:
 
 
 def test_a_port_that_is_taken_is_named(served: Served) -> None:
-    with pytest.raises(ConfigError, match=rf"{served.probes.port}: .*in use; set server\.health_port"):
+    with pytest.raises(CannotListen, match=rf"{served.probes.port}: .*in use; set server\.health_port"):
         Probes(("127.0.0.1", served.probes.port), SERVICES, 1.0, lambda: "")

@@ -23,7 +23,7 @@ from moeserve.experts.placement import Placement
 from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.generations.ready import SOURCES, Cover
 from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
-from moeserve.runtime.sections import ConfigError
+from moeserve.runtime.keys.sockets import CannotListen
 from moeserve.runtime.step import Phases, StepRecord
 from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
 from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad
@@ -314,7 +314,7 @@ def test_a_port_in_use_names_the_port_and_the_key() -> None:
     first, second = filled_rank(), filled_rank()
     port = first.serve("127.0.0.1", 0)
     try:
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: .*in use.*server\.metrics_port"):
+        with pytest.raises(CannotListen, match=rf"127\.0\.0\.1:{port}: .*in use.*server\.metrics_port"):
             second.serve("127.0.0.1", port)
     finally:
         first.close()

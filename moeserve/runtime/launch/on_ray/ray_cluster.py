@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import grpc
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
+from ray._private.grpc_utils import init_grpc_channel
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from moeserve.proto.host import usable_cores
@@ -27,6 +29,7 @@ from moeserve.runtime.sections import ConfigError
 
 log = logging.getLogger(__name__)
 
+CLIENT = "ray://"  # before addresses of Ray's client
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -135,6 +138,7 @@ class RayCluster:
             return
         address = self._config.cluster.ray_address or os.environ.get("RAY_ADDRESS", "")
         if address:
+            _wait_there(address, self._config.cluster.start_timeout_seconds)
             ray.init(address=address, log_to_driver=True)
         else:
             cores = usable_cores()  # Ray begins with as many workers
@@ -176,6 +180,24 @@ class RayCluster:
         if self._config.plan.device == "auto":
             return bool(ray.cluster_resources().get("GPU", 0))
         return machine_for(self._config).device == "cuda"
+
+
+def _wait_there(address: str, seconds: float) -> None:
+    """Waits until a gRPC server answers at `address`, as `ray.init` would without end. Raises TimeoutError,
+    ValueError where it is none.
+    """
+    client = address.startswith(CLIENT)
+    where = address.removeprefix(CLIENT) if client else services.canonicalize_bootstrap_address(address)
+    if where is None:  # there is none to be found, as `ray.init` says
+        return
+    with init_grpc_channel(where) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(seconds)
+        except grpc.FutureTimeoutError:
+            raise TimeoutError(
+                f"no Ray answers at {where} (cluster.ray_address = {address}) within "
+                f"cluster.start_timeout_seconds = {seconds:g}; set --ray-address to a Ray that runs"
+            ) from None
 
 
 def _quietly(work: Any) -> None:
