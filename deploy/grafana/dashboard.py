@@ -56,7 +56,7 @@ def serving() -> list[Panel]:
         number("Ranks", "Of the mesh.", now(f"count({metric('moe_rank_up')})")),
         number("Generation", "Of the process group.", now(metric("moe_group_generation", FRONT))),
         number("Epoch", "As the slowest rank has it.", now(f"min({metric('moe_epoch', OF_RANKS)})")),
-        number("Reforms", "Times the group served again.", now(metric("moe_group_reforms_total"))),
+        number("Reforms", "Times it served again after a failure.", now(metric("moe_group_reforms_total"))),
         number(
             "Errors",
             "Share of calls that ended in another code than OK.",

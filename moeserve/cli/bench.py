@@ -36,7 +36,9 @@ class BenchLoad:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a measurement; latencies are of whole calls, in seconds, as a caller sees them."""
+    """The result of a measurement; latencies are of whole calls, in seconds, as a caller sees them, and None
+    where no call was answered.
+    """
 
     layer: int
     rows: int
@@ -45,10 +47,11 @@ class Result:
     seconds: float
     calls: int
     errors: dict[str, int]
-    p50: float
-    p90: float
-    p99: float
-    longest: float
+    reasons: dict[str, str]  # of each code of `errors`, as the first of them was said
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    longest: float | None
     calls_per_second: float
     rows_per_second: float
     jobs_per_step: float
@@ -139,6 +142,7 @@ class _Caller:
     def __init__(self, client: MoeClient, load: BenchLoad) -> None:
         self.latencies: list[float] = []
         self.errors: Counter[str] = Counter()
+        self.reasons: dict[str, str] = {}  # the first of each code
         self._client = client
         self._load = load
 
@@ -148,7 +152,7 @@ class _Caller:
             for _ in range(WARM_UP_CALLS):
                 self._call()
         except MoeError as failed:
-            self.errors[failed.code] += 1
+            self._failed(failed)
         ready.wait()
         begin.wait()
         while not end.is_set():
@@ -156,10 +160,14 @@ class _Caller:
             try:
                 self._call()
             except MoeError as failed:
-                self.errors[failed.code] += 1
+                self._failed(failed)
                 end.wait(0.05)  # a service that refuses everything is not to be hammered
                 continue
             self.latencies.append(time.perf_counter() - started)
+
+    def _failed(self, failed: MoeError) -> None:
+        self.errors[failed.code] += 1
+        self.reasons.setdefault(failed.code, str(failed))
 
     def _call(self) -> None:
         load = self._load
@@ -167,10 +175,10 @@ class _Caller:
 
 
 def _result(load: BenchLoad, callers: list[_Caller], seconds: float, jobs_per_step: float) -> Result:
-    latencies = np.array([latency for caller in callers for latency in caller.latencies] or [np.nan])
-    calls = sum(len(caller.latencies) for caller in callers)
-    rows = load.hidden.shape[0]
-    p50, p90, p99 = (float(value) for value in np.percentile(latencies, (50, 90, 99)))
+    latencies = [latency for caller in callers for latency in caller.latencies]
+    calls, rows = len(latencies), load.hidden.shape[0]
+    found = map(float, np.percentile(latencies, (50, 90, 99, 100))) if latencies else (None,) * 4
+    p50, p90, p99, longest = found
     return Result(
         layer=load.layer,
         rows=rows,
@@ -179,10 +187,11 @@ def _result(load: BenchLoad, callers: list[_Caller], seconds: float, jobs_per_st
         seconds=seconds,
         calls=calls,
         errors=dict(sum((caller.errors for caller in callers), Counter())),
+        reasons={code: said for caller in reversed(callers) for code, said in caller.reasons.items()},
         p50=p50,
         p90=p90,
         p99=p99,
-        longest=float(latencies.max()),
+        longest=longest,
         calls_per_second=calls / seconds,
         rows_per_second=calls * rows / seconds,
         jobs_per_step=jobs_per_step,
@@ -191,7 +200,8 @@ def _result(load: BenchLoad, callers: list[_Caller], seconds: float, jobs_per_st
 
 def text(result: Result) -> str:
     """Formats the result as text."""
-    ms = [f"{1000 * value:.2f}" for value in (result.p50, result.p90, result.p99, result.longest)]
+    latencies = result.p50, result.p90, result.p99, result.longest
+    ms = ["-" if value is None else f"{1000 * value:.2f}" for value in latencies]
     failed = ", ".join(f"{count} {code}" for code, count in sorted(result.errors.items())) or "none"
     return "\n".join(
         [
@@ -201,5 +211,6 @@ def text(result: Result) -> str:
             f"throughput  {result.calls_per_second:.0f} calls/s, {result.rows_per_second:.0f} rows/s, "
             f"{result.jobs_per_step:.1f} jobs a step",
             f"calls       {result.calls} in {result.seconds:.1f} s; errors: {failed}",
+            *(f"            {said}" for _, said in sorted(result.reasons.items())),
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -138,8 +139,12 @@ def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int
 
 
 def read_head(out: Path, args: argparse.Namespace) -> tuple[tuple[int, ...], int] | None:
-    """Returns layers and experts of the trace to append to; None where a new one begins."""
+    """Returns layers and experts of the trace to append to; None where a new one begins, which can be
+    written. Raises ValueError.
+    """
     if not out.exists():
+        if not os.access(out.parent, os.W_OK | os.X_OK):
+            raise ValueError(f"--out {out} cannot be written: {out.parent} is no folder to write in")
         return None
     if not args.append:
         raise ValueError(f"{out} is there already; --append goes on with it, --out FILE takes another")

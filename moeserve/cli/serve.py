@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         with signals.interrupting():
             cluster.start()
     except (KeyboardInterrupt, SystemExit):  # Ray puts a handler in place of ours that exits
+        logs.finish()  # what was logged before is read before
         _say("stopped while starting")
         return 0
     signals.listen()  # again: a launcher may have set handlers of its own

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 import threading
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,15 +99,41 @@ class Credentials:
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def grpc_channel(self) -> grpc.ChannelCredentials | None:
-        """TLS as gRPC has it; None for a plain connection. Raises OSError."""
+        """TLS as gRPC has it; None for a plain connection. Raises OSError, and ValueError that names a file
+        which gRPC could not use: it would say later that nobody answers.
+        """
         if not self.ca:
             return None
+        self.context()
         pair = [Path(path).read_bytes() if path else None for path in (self.private_key, self.certificate)]
         return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), *pair)
+
+    def context(self) -> ssl.SSLContext:
+        """What a caller asks of a service's certificate, and its own, as the files are now. Raises OSError,
+        and ValueError for a file that holds something else.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        with _named(f"ca: {self.ca} holds no authority's certificate in PEM"):
+            context.load_verify_locations(cafile=self.ca)
+        if self.certificate:
+            pair = self.certificate, self.private_key
+            with _named("certificate: {} and private_key: {} are no pair in PEM".format(*pair)):
+                context.load_cert_chain(*pair, password="")
+        return context
 
     def options(self) -> list[tuple[str, Any]]:
         """Options of a channel."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
+
+@contextmanager
+def _named(wrong: str) -> Iterator[None]:
+    """A context in which what TLS cannot use is a ValueError that says so."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ValueError(f"{wrong}: {error.reason or error}") from error
 
 
 def _stamps(*paths: str) -> Stamps:
@@ -198,7 +226,7 @@ def _settled(credentials: Credentials) -> tuple[tuple[Stamps, Stamps], Metadata,
     """The stamps of the files, and what a call carries and a channel shows. A file that is being written in
     place may be read half or empty: then all are read again, for WRITTEN_SECONDS at most.
 
-    Raises OSError, and ValueError for a file that holds no token, or files that do not cease to change.
+    Raises OSError, and ValueError for a file that holds something else, or files that do not cease to change.
     """
     until = time.monotonic() + WRITTEN_SECONDS
     while True:

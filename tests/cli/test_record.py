@@ -106,6 +106,7 @@ def test_count_files_become_a_trace_that_can_be_gone_on_with(
         (["127.0.0.1:1", "--window", "0.5"], "--window=0.5 must be 1 second or more"),
         (["127.0.0.1:1", "--windows", "-1"], "--windows=-1 0 or more"),
         (["--from", "nowhere.json"], "cannot read the load file nowhere.json"),
+        (["--from", "COUNTS", "--out", "nowhere/trace.jsonl"], "nowhere is no folder to write in"),
         (["--from", "COUNTS", "THERE"], "is there already; --append goes on with it"),
         (["--from", "COUNTS", "THERE", "--append"], "a trace is of one model"),
     ],
@@ -123,7 +124,7 @@ def test_what_it_refuses(
         line = {"start": 0, "seconds": 1, "phase": "", "tokens": [[1]]}
         out.write_text(f"{json.dumps(head)}\n{json.dumps(line)}\n")
     words = [counts[0] if word == "COUNTS" else word for word in words if word != "THERE"]
-    assert main(["record", *words, "--out", str(out)]) == 2
+    assert main(["record", "--out", str(out), *words]) == 2
     assert message in capsys.readouterr().err
 
 

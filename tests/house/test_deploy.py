@@ -99,6 +99,8 @@ def test_a_pod_is_probed_where_the_service_answers_probes(tmp_path: Path) -> Non
     assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == config.parallel.mesh.ranks
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert {port["port"] for port in service["spec"]["ports"]} == {server.port, server.metrics_port}
+    exporters = {port["containerPort"] for port in container["ports"] if port["name"].startswith("metrics")}
+    assert exporters == {server.metrics_port + at for at in range(1 + config.parallel.mesh.ranks)}
 
 
 def checked_by_promtool(*arguments: str) -> str:

@@ -77,6 +77,7 @@ def test_ranks_come_and_go_and_no_call_fails(house: LocalCluster, alone: Alone) 
         assert (again.outcome, list(again.joined)) == ("scaled", [3]) and house.pid(3) != pid
         assert client.scale(2, timeout=SECONDS).outcome == "scaled"
         assert seats_of(client) == [0, 1]
+        assert not house.head.coordinator.progress().broken, "nothing has failed: no reform is counted"
         before = dict(callers.answers)
         time.sleep(0.5)
         assert all(callers.answers[lane] > count for lane, count in before.items())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_certificates import Authority
 
 from moeserve.proto import credentials as room
 from moeserve.proto.client import AsyncMoeClient, MoeClient
@@ -69,6 +71,24 @@ def test_a_file_without_one_token_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ValueError, match="must hold one token"):
         MoeClient("127.0.0.1:1", credentials=Credentials(token_file=str(tmp_path / "token")))
+
+
+def test_files_that_hold_no_keys_are_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    certificate, _ = authority.sign("one")
+    _, other = authority.sign("other")
+    (tmp_path / "text").write_text("no keys")
+    for given, said in (
+        ({"ca": str(tmp_path / "text")}, f"ca: {tmp_path}/text holds no authority's certificate in PEM"),
+        (
+            {"ca": authority.path, "certificate": certificate, "private_key": other},
+            f"certificate: {certificate} and private_key: {other} are no pair in PEM: KEY_VALUES_MISMATCH",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            MoeClient("127.0.0.1:1", credentials=Credentials(**given))
+    with pytest.raises(FileNotFoundError):
+        MoeClient("127.0.0.1:1", credentials=Credentials(ca=str(tmp_path / "nowhere")))
 
 
 def test_a_client_that_begins_while_its_token_is_written_reads_it_whole(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from moeserve.proto.transports.data_connections import (
     Reply,
     Request,
     check_call,
-    context_of,
     gone_error,
     host_of,
     job_id_of,
@@ -57,12 +56,12 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
         credentials: Credentials | None = None,
     ) -> AsyncDataConnection:
         """A connection to the lane at `host` that answered so, over TLS where `credentials` say whom to
-        trust. Raises OSError.
+        trust. Raises OSError, and ValueError for keys that are none.
         """
         context = name = None
         async with asyncio.timeout(timeout):
             if credentials is not None and credentials.ca:
-                context = await asyncio.to_thread(context_of, credentials)
+                context = await asyncio.to_thread(credentials.context)
                 name = credentials.server_name or host
             loop = asyncio.get_running_loop()
             _, opened = await loop.create_connection(cls, host, made.port, ssl=context, server_hostname=name)
@@ -230,7 +229,11 @@ class AsyncDataConnections:
             try:
                 made = await self._ask(seconds)
                 found = await AsyncDataConnection.open(self._host, made, seconds, self._credentials)
-            except (MoeError, OSError) as error:  # an older lane, or one that this host does not reach so
+            except (
+                MoeError,
+                OSError,
+                ValueError,
+            ) as error:  # an older lane, one out of reach, new keys
                 self._kept.refused(error)
         if found is None:
             return None

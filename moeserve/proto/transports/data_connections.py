@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import ssl
 import time
 from collections.abc import Callable, Sequence
 
@@ -95,7 +94,7 @@ class DataConnection:
         credentials: Credentials | None = None,
     ) -> DataConnection:
         """A connection to the lane at `host` that answered so, over TLS where `credentials` say whom to
-        trust. Raises OSError.
+        trust. Raises OSError, and ValueError for keys that are none.
         """
         until = time.monotonic() + timeout
         bare = socket.create_connection((host, made.port), timeout)
@@ -103,7 +102,7 @@ class DataConnection:
         try:
             if credentials is not None and credentials.ca:
                 name = credentials.server_name or host
-                connection = tls = TlsSocket(bare, context_of(credentials), name)
+                connection = tls = TlsSocket(bare, credentials.context(), name)
                 tls.handshake(until - time.monotonic())
             connection.settimeout(max(1e-3, until - time.monotonic()))
             connection.sendall(made.secret)
@@ -226,7 +225,7 @@ class DataConnections:
         seconds = min(OPEN_SECONDS, timeout)
         try:
             return DataConnection.open(self._host, self._ask(seconds), seconds, self._credentials)
-        except (MoeError, OSError) as error:  # an older lane, or one that this host does not reach so
+        except (MoeError, OSError, ValueError) as error:  # an older lane, one out of reach, new keys
             self._kept.refused(error)
             return None
 
@@ -242,16 +241,6 @@ class DataConnections:
 def host_of(address: str) -> str:
     """The host of a lane's address, at which its connections are."""
     return address.rpartition(":")[0].strip("[]")
-
-
-def context_of(credentials: Credentials) -> ssl.SSLContext:
-    """What a caller asks of a lane's certificate, and its own, as the files are now. Raises OSError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_verify_locations(cafile=credentials.ca)
-    if credentials.certificate:
-        context.load_cert_chain(credentials.certificate, credentials.private_key, password="")
-    return context
 
 
 def gone_error(why: str) -> Unavailable:

@@ -56,6 +56,7 @@ class Progress:
     queued: int
     in_flight: int
     holds: bool = False  # lanes keep their jobs, and take more, until the group serves again
+    broken: bool = False  # the group formed anew because something failed, not for members who come or leave
 
 
 class Coordinator:
@@ -375,4 +376,5 @@ class Coordinator:
             steps.queued + lone.queued,
             steps.running + lone.running,
             self.generations.holds,
+            self.generations.broken,
         )

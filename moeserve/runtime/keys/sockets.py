@@ -16,6 +16,8 @@ from moeserve.proto.host import sockets_parent
 
 log = logging.getLogger(__name__)
 
+EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -98,6 +100,11 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, HeldPort]:
         holder.close()
         raise
     return holder, HeldPort(holder.getsockname()[1])
+
+
+def reached_at(host: str, own: str) -> str:
+    """Where to reach what listens on `host`: there, or at this machine's `own` address if that is each."""
+    return own if host in EVERY_ADDRESS else host
 
 
 class CannotListen(OSError):

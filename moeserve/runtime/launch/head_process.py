@@ -28,7 +28,7 @@ from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.keys.keys import Keys
-from moeserve.runtime.keys.sockets import HeldPort
+from moeserve.runtime.keys.sockets import HeldPort, reached_at
 from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.planning.layers import first_epoch, why_whole
 from moeserve.runtime.sections import OFF
@@ -46,7 +46,6 @@ LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, bes
 
 ENDED = ("failed", "stopped")  # states of a group that serves no more
 
-EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
 
 
@@ -134,7 +133,7 @@ class HeadProcess:
         )
         self._telling = threading.Lock()  # for what health says
         self.coordinator.on_change = self._changed
-        shown = host if server.host in EVERY_ADDRESS else server.host
+        shown = reached_at(server.host, host)
         self.address = f"{shown}:{self._endpoint.start(server.host, port).rsplit(':', 1)[1]}"
         self.metrics_address = ""
         if metrics_port >= 0:

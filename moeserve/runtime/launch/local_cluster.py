@@ -105,8 +105,8 @@ class LocalRanks:
 
     def _spawn(self, rank: int) -> None:
         """Starts a rank's process. Raises OSError or EOFError where this host starts none now."""
-        head = self._head
-        spec = RankSpec(self._config, rank, head.streams, head.token, LANES_HOST, self._ranks, rank)
+        head, exporter = self._head, self._config.server.host  # as the head's own
+        spec = RankSpec(self._config, rank, head.streams, head.token, LANES_HOST, self._ranks, rank, exporter)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
         log.info("rank %d is process %s", rank, process.pid)

@@ -38,6 +38,7 @@ from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.keys.keys import Keys
+from moeserve.runtime.keys.sockets import reached_at
 from moeserve.runtime.launch.environment import (
     group_backend,
     machine_for,
@@ -85,6 +86,7 @@ class RankSpec:
     host: str  # where this rank's door listens
     ranks_on_host: int
     gpu: int  # index among the host's GPUs, where ranks run on them
+    metrics_host: str = ""  # where its exporter listens; empty: as its door
 
 
 def is_for_good(error: Exception) -> bool:
@@ -379,8 +381,9 @@ class _RankProcess:
         port = spec.config.server.metrics_port
         if port < 0:
             return ""
-        bound = self._telemetry.serve(spec.host, port + 1 + spec.rank if port else 0, self._keys)
-        return f"{spec.host}:{bound}"
+        host = spec.metrics_host or spec.host
+        bound = self._telemetry.serve(host, port + 1 + spec.rank if port else 0, self._keys)
+        return f"{reached_at(host, spec.host)}:{bound}"
 
 
 def _threads_of(spec: RankSpec) -> int:

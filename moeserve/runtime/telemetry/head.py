@@ -59,7 +59,7 @@ class CoordinatorTelemetry(Telemetry):
             gauge.set(state == progress.state)
         self._gauge("moe_group_generation").set(progress.generation)
         if progress.state == "serving" and self._state != "serving":
-            self._reforms.inc(self._has_served)
+            self._reforms.inc(self._has_served and progress.broken)
             self._has_served = True
         self._state = progress.state
 

@@ -255,10 +255,17 @@ def test_a_watchdog_of_no_policy_has_no_age() -> None:
 def test_reforms_count_returns_to_serving_not_the_first() -> None:
     telemetry = CoordinatorTelemetry("m", "0.1.0", (3,))
     for state in ("forming", "preparing", "serving", "serving", "forming", "serving", "forming", "failed"):
-        telemetry.set_progress(Progress(state, "", 1, 0, 0, 0, 0))
+        telemetry.set_progress(Progress(state, "", 1, 0, 0, 0, 0, broken=state != "preparing"))
     seen = samples(scrape(telemetry))
     assert seen[at("moe_group_reforms_total")] == 1
     assert seen[at("moe_service_state", state="failed")] == 1
+
+
+def test_who_comes_or_leaves_as_told_is_no_reform() -> None:
+    telemetry = CoordinatorTelemetry("m", "0.1.0", (3,))
+    for state in ("serving", "forming", "joining", "serving"):
+        telemetry.set_progress(Progress(state, "", 1, 0, 0, 0, 0))
+    assert samples(scrape(telemetry))[at("moe_group_reforms_total")] == 0
 
 
 class TestLoadWindow:

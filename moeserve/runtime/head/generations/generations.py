@@ -50,6 +50,7 @@ class Generations:
         self._unserved_since: float | None = None
         self._served = False  # whether any generation ever did
         self.aborted = ""  # why the last generation ended, until one serves
+        self.broken = False  # whether anything has failed since a generation last served
         self.parted = Parted()
         self._rendezvous = Rendezvous(group, self.parted)
         # the number of the first step that a group's only member orders itself; 0: the head orders all
@@ -242,6 +243,7 @@ class Generations:
         `joining`: nothing has failed; these join it, or members have left.
         """
         log.warning("generation %d aborts: %s", self._group.generation, reason)
+        self.broken = joining is None or (self.broken and self.state != "serving")
         self.turnover.take_leave()
         goes_on = self._served and self.turnover.go_on_without(self._group.missing)
         unformed = said and self.state in ("preparing", "joining")

@@ -1,0 +1,53 @@
+"""What `moeserve bench` says of a service that answers no call, or not each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from moeserve.cli.bench import BenchLoad, measure, text
+from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import Overloaded
+
+LOAD = BenchLoad(
+    0,
+    np.zeros((2, 4), dtype=np.float32),
+    np.zeros((2, 1), dtype=np.int32),
+    np.ones((2, 1), dtype=np.float32),
+    "",
+    "auto",
+)
+
+
+class Refusing:
+    """A client each of whose calls is refused, or but for every `answers`-th."""
+
+    def __init__(self, answers: int) -> None:
+        self.numbers, self.answers = itertools.count(1), answers
+
+    def status(self) -> Any:
+        return SimpleNamespace(jobs=0, steps=0)
+
+    def forward(self, *args: object, **named: object) -> None:
+        if not self.answers or next(self.numbers) % self.answers:
+            raise Overloaded("RESOURCE_EXHAUSTED", "queue_full", "the lane is full")
+
+
+@pytest.mark.parametrize("answers", [0, 2])
+def test_errors_are_told_with_their_reason_and_nothing_is_no_number(answers: int) -> None:
+    result = measure(cast(MoeClient, Refusing(answers)), LOAD, 2, 0.2)
+    said = json.loads(json.dumps(asdict(result), allow_nan=False))
+    assert set(said["errors"]) == {"RESOURCE_EXHAUSTED"} and said["errors"]["RESOURCE_EXHAUSTED"] > 0
+    assert said["reasons"] == {"RESOURCE_EXHAUSTED": "RESOURCE_EXHAUSTED (queue_full): the lane is full"}
+    assert "RESOURCE_EXHAUSTED (queue_full): the lane is full" in text(result)
+    if answers:
+        assert said["calls"] > 0 and said["longest"] >= said["p50"] > 0
+    else:
+        assert said["calls"] == 0 and (said["p50"], said["longest"]) == (None, None)
+        assert "p50 - ms" in text(result)
