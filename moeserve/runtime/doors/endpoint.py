@@ -20,7 +20,7 @@ from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
-from moeserve.runtime.keys.sockets import CannotListen, why_taken
+from moeserve.runtime.keys.sockets import CannotListen, address_of, why_taken
 from moeserve.runtime.sections import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -82,12 +82,12 @@ class Endpoint:
     def start(self, host: str, port: int) -> str:
         """Binds `host:port` (0: a free port) and starts; returns where it listens. Raises CannotListen."""
         try:
-            bound = self._keys.listen(self._server, f"{host}:{port}")
+            bound = self._keys.listen(self._server, address_of(host, port))
         except RuntimeError as error:
             way_out = "set server.port (--port) to a free one, or 0 for any"
             raise CannotListen.at("cannot listen", host, port, why_taken(host, port), way_out) from error
         self._server.start()
-        return f"{host}:{bound}"
+        return address_of(host, bound)
 
     def data_connections(
         self, host: str, door: Begins, regions: Regions, lanes: OwnLanes | None = None

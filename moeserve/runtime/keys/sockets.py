@@ -91,8 +91,8 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, HeldPort]:
 
     Raises OSError where it is taken.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    holder = socket.socket(family, kind, protocol)
+    family, address = place_of(host, port)
+    holder = socket.socket(family, socket.SOCK_STREAM)
     try:
         holder.bind(address)  # before it may be shared: a port that somebody else shares is taken, too
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -102,9 +102,21 @@ def hold_port(host: str, port: int) -> tuple[socket.socket, HeldPort]:
     return holder, HeldPort(holder.getsockname()[1])
 
 
-def reached_at(host: str, own: str) -> str:
+def place_of(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Family and address of `host:port` to listen at; an IPv6 address may be in brackets. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def address_of(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{int(port)}" if ":" in bare else f"{bare}:{int(port)}"
+
+
+def reached_at(host: str, port: int, own: str) -> str:
     """Where to reach what listens on `host`: there, or at this machine's `own` address if that is each."""
-    return own if host in EVERY_ADDRESS else host
+    return address_of(own if host in EVERY_ADDRESS else host, port)
 
 
 class CannotListen(OSError):
@@ -117,7 +129,7 @@ class CannotListen(OSError):
         if not named or error.errno == errno.EADDRNOTAVAIL:
             way_out = "set server.host (--host) to an address of this machine"
         why = os.strerror(error.errno) if named and error.errno else error.strerror or str(error)
-        return cls(f"{doing} on {host}:{int(port)}: {why}; {way_out}")
+        return cls(f"{doing} on {address_of(host, port)}: {why}; {way_out}")
 
 
 def why_taken(host: str, port: int) -> OSError:

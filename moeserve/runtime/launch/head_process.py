@@ -133,12 +133,12 @@ class HeadProcess:
         )
         self._telling = threading.Lock()  # for what health says
         self.coordinator.on_change = self._changed
-        shown = reached_at(server.host, host)
-        self.address = f"{shown}:{self._endpoint.start(server.host, port).rsplit(':', 1)[1]}"
+        bound = self._endpoint.start(server.host, port).rpartition(":")[2]
+        self.address = reached_at(server.host, int(bound), host)
         self.metrics_address = ""
         if metrics_port >= 0:
             port = self._telemetry.serve(server.host, metrics_port, keys)
-            self.metrics_address = f"{shown}:{port}"
+            self.metrics_address = reached_at(server.host, port, host)
         self._probes: Probes | None = None
         self.probes_address = ""
         if health_port >= 0:
@@ -149,7 +149,7 @@ class HeadProcess:
                 self._telemetry.why_not,
                 (config.keys.certificate, config.keys.private_key),
             )
-            self.probes_address = f"{shown}:{self._probes.port}"
+            self.probes_address = reached_at(server.host, self._probes.port, host)
         if start is not None and start.again:
             self.coordinator.recover(config.cluster.recover_seconds, start.wanted)
         self.coordinator.start()

@@ -383,7 +383,7 @@ class _RankProcess:
             return ""
         host = spec.metrics_host or spec.host
         bound = self._telemetry.serve(host, port + 1 + spec.rank if port else 0, self._keys)
-        return f"{reached_at(host, spec.host)}:{bound}"
+        return reached_at(host, bound, spec.host)
 
 
 def _threads_of(spec: RankSpec) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import ssl
 import sys
 import threading
@@ -19,7 +18,7 @@ from moeserve.proto.transports.tls import certificate_names
 from moeserve.runtime.keys.grants import NotAuthenticated, Refused
 from moeserve.runtime.keys.guard import Guard
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
-from moeserve.runtime.keys.sockets import HeldPort
+from moeserve.runtime.keys.sockets import HeldPort, place_of
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -83,7 +82,7 @@ def serve_http(
     why_not: why layers cannot be served now; empty while they can. Raises OSError where the address cannot be
     had.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    family, address = place_of(host, port)
 
     class Server(_Server):
         address_family = family
@@ -96,7 +95,7 @@ def serve_http(
     app = _application(make_wsgi_app(registry), why_not)
     if keys.guard is not None:
         app = _guarded(app, keys.guard)
-    server = make_server(str(address[0]), int(port), app, Server, Handler)
+    server = make_server(*address, app, Server, Handler)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     return server, thread

@@ -13,7 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from moeserve.proto.texts import clipped
-from moeserve.runtime.keys.sockets import CannotListen, HeldPort, private_folder, remove
+from moeserve.runtime.keys.sockets import (
+    EVERY_ADDRESS,
+    CannotListen,
+    HeldPort,
+    place_of,
+    private_folder,
+    remove,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +54,11 @@ class Probes:
         self._told = threading.Event()
         self._closing = False
         try:
-            family, _, _, _, address = socket.getaddrinfo(at[0], int(at[1]), type=socket.SOCK_STREAM)[0]
-            shared = isinstance(at[1], HeldPort)
-            self._listener = socket.create_server(address[:2], family=family, backlog=1024, reuse_port=shared)
+            family, address = place_of(*at)
+            shared, both = isinstance(at[1], HeldPort), at[0] in EVERY_ADDRESS and family == socket.AF_INET6
+            self._listener = socket.create_server(
+                address, family=family, backlog=1024, reuse_port=shared, dualstack_ipv6=both
+            )
         except OSError as error:
             way_out = "set server.health_port to another port, 0 for any free one, -1 for none"
             raise CannotListen.at("cannot answer probes", *at, error, way_out) from error

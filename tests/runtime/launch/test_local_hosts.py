@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from checkpoints import make_checkpoint
 from houses import house_config
 from listeners import beyond_loopback, listeners
 
+from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch import local_cluster
 from moeserve.runtime.launch.rank_process import RankSpec
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::1"])
 def test_lanes_and_control_streams_are_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
@@ -43,15 +45,38 @@ def test_lanes_and_control_streams_are_on_loopback(
         cluster.head.stop()
 
 
-def test_exporters_of_ranks_listen_where_that_of_the_head_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "127.0.0.1"),
+        ("[::]", "127.0.0.1"),
+        ("::1", "[::1]"),
+        ("[::1]", "[::1]"),
+    ],
+)
+def test_doors_exporters_and_probes_are_at_the_host_that_was_said(
+    tmp_path: Path, host: str, reached: str
+) -> None:
+    if ":" in host:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError as error:
+            pytest.skip(f"this host has no IPv6: {error}")
     make_checkpoint("qwen3_moe", tmp_path)
-    config = house_config(
-        tmp_path, server__host="0.0.0.0", server__metrics_port=0, keys__allow_plaintext=True
-    )
-    with local_cluster.LocalCluster(config) as cluster:
-        for target in cluster.metrics_targets():
-            assert target.startswith("127.0.0.1:")
+    said = {"server__host": host, "server__metrics_port": 0, "server__health_port": 0}
+    config = house_config(tmp_path, keys__allow_plaintext=True, **said)
+    service = local_cluster.LocalService(config)
+    try:
+        service.start()
+        with MoeClient(service.address) as client:
+            assert service.address.startswith(f"{reached}:") and client.status().state == "serving"
+        for target in (*service.metrics_targets(), service.probes_address()):
+            assert target.startswith(f"{reached}:")
             with urllib.request.urlopen(f"http://{target}/livez", timeout=10) as answer:
                 assert answer.status == 200
-        port = int(target.rpartition(":")[2])
-        assert {bound for _, bound in beyond_loopback(listeners(cluster.pid(0)))} == {port}
+        exporter = int(service.metrics_targets()[1].rpartition(":")[2])
+        beyond = {exporter} if reached == "127.0.0.1" else set()
+        assert {port for _, port in beyond_loopback(listeners(service.pid(0)))} == beyond
+    finally:
+        service.stop()

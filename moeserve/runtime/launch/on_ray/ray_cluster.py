@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from moeserve.proto.host import usable_cores
 from moeserve.runtime.config import Config
+from moeserve.runtime.config_checks import is_loopback
 from moeserve.runtime.launch.environment import machine_for
 from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
@@ -30,7 +31,6 @@ from moeserve.runtime.sections import ConfigError
 log = logging.getLogger(__name__)
 
 CLIENT = "ray://"  # before addresses of Ray's client
-LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @contextmanager
@@ -143,7 +143,7 @@ class RayCluster:
         else:
             cores = usable_cores()  # Ray begins with as many workers
             resources = max(cores, self._needed_cpus())  # ranks on one machine share its cores knowingly
-            with _on_loopback() if self._config.server.host in LOOPBACK else nullcontext():
+            with _on_loopback() if is_loopback(self._config.server.host) else nullcontext():
                 ray.init(address="local", num_cpus=resources, include_dashboard=False)
         self._owns_ray = True
 
@@ -153,7 +153,7 @@ class RayCluster:
         self._check_resources(bundle, ranks)
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
-        host = "127.0.0.1" if config.server.host in LOOPBACK else ray.util.get_node_ip_address()
+        host = "127.0.0.1" if is_loopback(config.server.host) else ray.util.get_node_ip_address()
         self._head = KeptHead(config, host, warm_processes((run_head.__module__,)))
         self._head.start()
         self._ranks = RankActors(config, self._head, self._group, bundle)
