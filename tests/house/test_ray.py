@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -18,6 +19,7 @@ from checkpoints import make_checkpoint
 from failures import HEARD_SECONDS, Callers, break_connections, serve_again, stand_still
 from houses import DP2_TP2, EP4, Alone, house_config, request_of
 from listeners import beyond_loopback, listeners
+from made_certificates import Authority
 from patient import PatientCallers
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
@@ -25,6 +27,7 @@ from ray.util import placement_group_table
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
+from moeserve.runtime.launch.on_ray import ray_cluster
 from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster
 from moeserve.runtime.launch.watch import stat_of
 from moeserve.runtime.sections import ConfigError
@@ -141,6 +144,31 @@ def test_a_ray_that_is_not_there_is_waited_for_no_longer_than_was_said(
             RayCluster(config).start()
         assert time.monotonic() - began < 10
         assert not ray.is_initialized()
+
+
+def test_a_ray_that_speaks_tls_is_found_by_rays_own_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path, "ours")
+    certificate, key = authority.sign("ray", "127.0.0.1")
+    files = (Path(key).read_bytes(), Path(certificate).read_bytes())
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port(
+        "127.0.0.1:0",
+        grpc.ssl_server_credentials([files], Path(authority.path).read_bytes(), require_client_auth=True),
+    )
+    server.start()
+    try:
+        address = f"ray://127.0.0.1:{port}"
+        with pytest.raises(TimeoutError, match="no Ray answers"):
+            ray_cluster._wait_there(address, 1.0)
+        shown = {"CA_CERT": authority.path, "SERVER_CERT": certificate, "SERVER_KEY": key}
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        for name, path in shown.items():
+            monkeypatch.setenv(f"RAY_TLS_{name}", path)
+        ray_cluster._wait_there(address, 10.0)
+    finally:
+        server.stop(0)
 
 
 def runs(pid: int) -> bool:

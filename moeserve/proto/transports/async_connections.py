@@ -229,11 +229,7 @@ class AsyncDataConnections:
             try:
                 made = await self._ask(seconds)
                 found = await AsyncDataConnection.open(self._host, made, seconds, self._credentials)
-            except (
-                MoeError,
-                OSError,
-                ValueError,
-            ) as error:  # an older lane, one out of reach, new keys
+            except (MoeError, OSError, ValueError) as error:  # an older lane, out of reach, or new keys
                 self._kept.refused(error)
         if found is None:
             return None

@@ -85,7 +85,8 @@ class Endpoint:
             bound = self._keys.listen(self._server, address_of(host, port))
         except RuntimeError as error:
             way_out = "set server.port (--port) to a free one, or 0 for any"
-            raise CannotListen.at("cannot listen", host, port, why_taken(host, port), way_out) from error
+            why = why_taken(host, port) or OSError(str(error))
+            raise CannotListen.at("cannot listen", host, port, why, way_out) from error
         self._server.start()
         return address_of(host, bound)
 

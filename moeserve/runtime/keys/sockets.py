@@ -132,10 +132,10 @@ class CannotListen(OSError):
         return cls(f"{doing} on {address_of(host, port)}: {why}; {way_out}")
 
 
-def why_taken(host: str, port: int) -> OSError:
-    """Why nothing can listen at `host:port`, as a bind of it says now."""
+def why_taken(host: str, port: int) -> OSError | None:
+    """Why nothing can listen at `host:port`, as a bind of it says now; None where it says nothing."""
     try:
         hold_port(host, port)[0].close()
     except OSError as error:
         return error
-    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # it was; it is free again
+    return None

@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 import ray
 from ray._private import ray_constants, services
-from ray._private.grpc_utils import init_grpc_channel
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.host import usable_cores
 from moeserve.runtime.config import Config
 from moeserve.runtime.config_checks import is_loopback
@@ -190,7 +190,8 @@ def _wait_there(address: str, seconds: float) -> None:
     where = address.removeprefix(CLIENT) if client else services.canonicalize_bootstrap_address(address)
     if where is None:  # there is none to be found, as `ray.init` says
         return
-    with init_grpc_channel(where) as channel:
+    tls = _tls_of_ray()
+    with grpc.insecure_channel(where) if tls is None else grpc.secure_channel(where, tls) as channel:
         try:
             grpc.channel_ready_future(channel).result(seconds)
         except grpc.FutureTimeoutError:
@@ -198,6 +199,17 @@ def _wait_there(address: str, seconds: float) -> None:
                 f"no Ray answers at {where} (cluster.ray_address = {address}) within "
                 f"cluster.start_timeout_seconds = {seconds:g}; set --ray-address to a Ray that runs"
             ) from None
+
+
+def _tls_of_ray() -> grpc.ChannelCredentials | None:
+    """What Ray's own variables say of TLS between its processes; None where there is none.
+
+    Raises OSError, and ValueError for files that hold something else.
+    """
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    files = (os.environ.get(f"RAY_TLS_{name}", "") for name in ("CA_CERT", "SERVER_CERT", "SERVER_KEY"))
+    return Credentials(*files).grpc_channel()
 
 
 def _quietly(work: Any) -> None:
