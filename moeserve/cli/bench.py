@@ -116,7 +116,9 @@ def make_load(model: moe_pb2.GetModelReply, args: argparse.Namespace) -> BenchLo
 
 
 def measure(client: MoeClient, load: BenchLoad, concurrency: int, duration: float) -> Result:
-    """Drives the service for `duration` seconds from `concurrency` threads of one client."""
+    """Drives the service for `duration` seconds from `concurrency` threads of one client. Raises what the
+    client says of calls that cannot be made.
+    """
     callers = [_Caller(client, load) for _ in range(concurrency)]
     ready, begin, end = threading.Barrier(concurrency + 1), threading.Event(), threading.Event()
     threads = [
@@ -125,7 +127,10 @@ def measure(client: MoeClient, load: BenchLoad, concurrency: int, duration: floa
     ]
     for thread in threads:
         thread.start()
-    ready.wait()
+    try:
+        ready.wait()
+    except threading.BrokenBarrierError:
+        raise next(caller.wrong for caller in callers if caller.wrong is not None) from None
     before, started = client.status(), time.perf_counter()
     begin.set()
     time.sleep(duration)
@@ -143,6 +148,7 @@ class _Caller:
         self.latencies: list[float] = []
         self.errors: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}  # the first of each code
+        self.wrong: Exception | None = None  # with the calls themselves
         self._client = client
         self._load = load
 
@@ -153,7 +159,14 @@ class _Caller:
                 self._call()
         except MoeError as failed:
             self._failed(failed)
-        ready.wait()
+        except Exception as wrong:  # which no call changes: nothing is measured
+            self.wrong = wrong
+            ready.abort()
+            return
+        try:
+            ready.wait()
+        except threading.BrokenBarrierError:
+            return
         begin.wait()
         while not end.is_set():
             started = time.perf_counter()

@@ -39,6 +39,15 @@ class Refusing:
             raise Overloaded("RESOURCE_EXHAUSTED", "queue_full", "the lane is full")
 
 
+def test_calls_that_cannot_be_made_end_it_with_what_the_client_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Refusing, *args: object, **named: object) -> None:
+        raise ValueError("rows cannot be placed here")
+
+    monkeypatch.setattr(Refusing, "forward", forward)
+    with pytest.raises(ValueError, match="rows cannot be placed here"):
+        measure(cast(MoeClient, Refusing(1)), LOAD, 3, 30.0)
+
+
 @pytest.mark.parametrize("answers", [0, 2])
 def test_errors_are_told_with_their_reason_and_nothing_is_no_number(answers: int) -> None:
     result = measure(cast(MoeClient, Refusing(answers)), LOAD, 2, 0.2)
