@@ -161,6 +161,27 @@ def test_half_of_the_lanes_stay_others(house: LocalCluster, alone: Alone) -> Non
     until(lambda: not lanes_of(house))
 
 
+def test_callers_of_two_lanes_of_a_group_are_not_alone(
+    house: LocalCluster, client: MoeClient, alone: Alone
+) -> None:
+    warmed(client, alone)
+    assert len(lanes_of(house)) == 1
+    with MoeClient(house.address, timeout=SECONDS, transport="inline", lane=1) as other:
+        before = requests(house, method="DeviceLane")
+        for seed in range(40):
+            check(client, alone, ROWS, seed)
+            check(other, alone, ROWS, seed + 1)
+        assert requests(house, method="DeviceLane") < before + 10, (
+            "steps of one would wait behind the other's"
+        )
+        assert not lanes_of(house, 1)
+        time.sleep(1.2 * ALONE_SECONDS)
+        before = requests(house, method="DeviceLane")
+        for seed in range(10):
+            check(client, alone, ROWS, seed)
+        assert requests(house, method="DeviceLane") >= before + 9, "it is alone again"
+
+
 def test_a_caller_that_goes_in_a_call_leaves_no_lane_and_holds_up_nobody(
     house: LocalCluster, client: MoeClient, alone: Alone
 ) -> None:
@@ -209,11 +230,11 @@ def test_calls_go_on_when_ranks_are_killed_and_weights_are_reloaded(
     checkpoint_path: Path, alone: Alone
 ) -> None:
     with LocalCluster(house_config(checkpoint_path, **EP2, **OVER_LANES)) as house:
-        for rank in (1, 0):
+        for kills_its_own in (True, False):
             with MoeClient(house.address, timeout=60.0, transport="inline") as client:
                 warmed(client, alone)
-                assert len(lanes_of(house, 0)) == len(lanes_of(house, 1)) == 1
-                os.kill(house.pid(rank), signal.SIGKILL)
+                (own,) = [rank for rank in (0, 1) if lanes_of(house, rank)]
+                os.kill(house.pid(own if kills_its_own else 1 - own), signal.SIGKILL)
                 for seed in range(40):
                     check(client, alone, ROWS, seed)
             until(lambda: not lanes_of(house, 0) and not lanes_of(house, 1))

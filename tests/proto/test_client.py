@@ -31,7 +31,7 @@ def test_rows_are_cut_evenly_and_no_finer_than_pays(count, lanes, most, cuts):
     assert list(spread(count, lanes, most)) == parts
 
 
-def test_a_large_batch_uses_all_lanes_and_a_small_one_takes_turns(client_of, far):
+def test_a_large_batch_uses_all_lanes_and_small_ones_one_after_another_the_same(client_of, far):
     with client_of(far.address) as client:
         hidden, experts, weights = rows(4 * SPLIT_ROWS)
         assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
@@ -40,7 +40,7 @@ def test_a_large_batch_uses_all_lanes_and_a_small_one_takes_turns(client_of, far
         assert len(jobs) == 2 and len({job.split(".")[0] for job in jobs}) == 1
         for _ in range(4):
             client.forward(3, *rows(3))
-        assert [len(lane.asked) for lane in far.lanes] == [3, 3]
+        assert sorted(len(lane.asked) for lane in far.lanes) == [1, 5]
     assert far.topologies == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -307,6 +308,11 @@ def test_only_a_connection_that_calls_alone_uses_its_lane(
     found = begun(lane, request(), 2.0)
     rank.step(2).answer()
     assert found.result(5.0) is not None, "it is alone again"
+    seen = [time.monotonic()]
+    monkeypatch.setattr(rank.own.alone, "_others_at", lambda: seen[0])
+    assert room(lane, request()) is None and lane.held, "another lane of the group brings rows"
+    seen = [-math.inf]
+    assert room(lane, request()) is not None
     monkeypatch.setattr(lane, "_rest_seconds", 0.05)
     time.sleep(0.1)
     assert room(others[0], request()) is None and room(lane, request()) is None

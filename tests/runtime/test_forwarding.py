@@ -109,10 +109,20 @@ def test_large_batches_are_shared_by_lanes(front: Front, count: int, asked: list
     assert reply.epoch == 7 and reply.weights_version == 1  # of the older epoch
 
 
-def test_small_batches_take_turns(front: Front) -> None:
-    for _ in range(4):
+def test_small_batches_go_to_one_lane_one_after_another_and_to_others_at_the_same_time(front: Front) -> None:
+    for _ in range(3):
         front.forward(2)
-    assert [len(lane.asked) for lane in front.lanes] == [2, 2]
+    assert [len(lane.asked) for lane in front.lanes] == [3, 0]
+    front.lanes[0].asked.clear()
+    front.lanes[0].scripts = [front.held]
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(front.forward, 2)
+        front.until_asked(front.lanes[0])
+        for _ in range(3):
+            front.forward(2)
+        assert [len(lane.asked) for lane in front.lanes] == [1, 3]
+        front.held.set()
+        under_way.result(SECONDS)
 
 
 def test_parts_that_saw_different_weights_are_no_answer(front: Front) -> None:

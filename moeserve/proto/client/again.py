@@ -50,7 +50,6 @@ class Again:
     def __init__(self, request: moe_pb2.ForwardRequest, hidden: SharedTensor, output: SharedTensor) -> None:
         self.job_id = new_job_id()
         self.failed: MoeError | None = None  # how the attempt ended
-        self.turn: int | None = None  # it has none among calls: it is bound to a lane
         self._request, self._hidden, self._output = request, hidden, output
 
     def asked(self, clock: Clock) -> Reply | None:

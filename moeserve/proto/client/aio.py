@@ -197,12 +197,17 @@ class AsyncMoeClient:
     async def _reply(
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
     ) -> Reply:
-        call = self._core.call(layer, hidden, route, options)
-        if self._core.lanes.due():
-            self._anew = asyncio.create_task(self._find_anew())
-        clock = self._core.clock(options.get("timeout"))
-        # asked for whole again where its parts saw different weights
-        return await self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
+        lanes = self._core.lanes
+        start = lanes.begin()
+        try:
+            call = self._core.call(layer, hidden, route, options, start)
+            if lanes.due():
+                self._anew = asyncio.create_task(self._find_anew())
+            clock = self._core.clock(options.get("timeout"))
+            # asked for whole again where its parts saw different weights
+            return await self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
+        finally:
+            lanes.end(start)
 
     async def _once(self, call: ClientCall[AsyncLink], clock: Clock) -> Reply:
         """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""

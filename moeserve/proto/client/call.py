@@ -32,7 +32,7 @@ class ClientCall(Generic[L]):
     """One call: its rows, and where they may go.
 
     lanes: those there are; model: as the caller names it; bound: the only lane it may go to; transport: one
-    of payload.TRANSPORTS; turn: where spreading starts.
+    of payload.TRANSPORTS; start: the number of the lane that takes its first part, as `Lanes.begin` has it.
     """
 
     batch: ClientBatch
@@ -40,7 +40,7 @@ class ClientCall(Generic[L]):
     model: str = ""
     bound: int | None = None
     transport: str = "auto"
-    turn: int = 0
+    start: int = 0
     job_id: str = field(default_factory=new_job_id)
 
     def parts(self, topology: moe_pb2.GetTopologyReply) -> tuple[PartCall[L], ...]:
@@ -100,7 +100,7 @@ class PartCall(Generic[L]):
         """
         self._topology = topology
         call, nbytes = self._call, self._rows.storage.nbytes
-        lane = call.lanes.pick(topology, call.bound, call.turn + self._part.index + self._attempt)
+        lane = call.lanes.pick(topology, call.bound, call.start + self._part.index + self._attempt)
         near = not call.batch.placed and shares(call.transport, nbytes, lane, host_id())
         return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0
 
@@ -137,6 +137,7 @@ class PartCall(Generic[L]):
     def failed(self, error: MoeError) -> None:
         """Notes that the attempt failed: the next one goes elsewhere, where there is another lane."""
         self._attempt += 1
+        self._call.lanes.shun(self._call.start)
         if isinstance(error, Unavailable):
             self._call.lanes.doubt(self._topology)
 

@@ -43,11 +43,9 @@ class _Known:
 class InlineAgain:
     """A call that is about to be made as one before it, over a data connection of a lane."""
 
-    def __init__(
-        self, link: Link, turn: int, known: moe_pb2.ForwardRequest, batch: Batch, options: CallOptions
-    ) -> None:
-        """turn: by which the lane was picked. known: the request, without arrays and id."""
-        self.job_id, self.turn = new_job_id(), turn
+    def __init__(self, link: Link, known: moe_pb2.ForwardRequest, batch: Batch, options: CallOptions) -> None:
+        """known: the request, without arrays and id."""
+        self.job_id = new_job_id()
         self.failed: MoeError | None = None  # how the attempt ended
         self._link, self._known, self._batch, self._options = link, known, batch, options
 
@@ -100,9 +98,11 @@ class InlineBefore:
         self._known: dict[Key, _Known] = {}
 
     def find(
-        self, topology: moe_pb2.GetTopologyReply | None, batch: Batch, options: CallOptions
+        self, topology: moe_pb2.GetTopologyReply | None, batch: Batch, options: CallOptions, start: int
     ) -> InlineAgain | None:
-        """A call like one that was answered before, under the same `topology`; None: it is made in full."""
+        """A call like one that was answered before, under the same `topology`; None: it is made in full.
+        start: the number of the lane that it goes to, unless it is bound to one.
+        """
         if topology is None or not self._known:
             return None
         if isinstance(batch[1], SharedTensor) or (key := _key(batch, options)) is None:
@@ -111,10 +111,9 @@ class InlineBefore:
         if known is None or known.topology is not topology:
             return None
         lanes = self._core.lanes
-        turn = lanes.turn()
         try:
-            lane = lanes.pick(topology, known.bound, turn)
-            return InlineAgain(lanes.link(topology, lane), turn, known.request, batch, options)
+            lane = lanes.pick(topology, known.bound, start)
+            return InlineAgain(lanes.link(topology, lane), known.request, batch, options)
         except MoeError:  # it is said by the call itself
             return None
 

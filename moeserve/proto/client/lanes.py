@@ -1,9 +1,14 @@
-"""The lanes that a caller knows, which of them takes the next rows, and the open way to each."""
+"""The lanes that a caller knows, which of them takes the next rows, and the open way to each.
+
+A call goes to a lane of which its client has the fewest calls under way, of several such to the one that had
+the last. So callers at the same time spread, and one that calls alone stays: its lane has its next step
+launched before the rows are there, which it cannot while steps of another lane come between.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -28,18 +33,42 @@ class Lanes(Generic[L]):
     `connect(address, max_message_bytes)` makes the way to a lane; it is made when the lane is first used.
     """
 
-    def __init__(self, connect: Callable[[str, int], L]) -> None:
+    def __init__(self, connect: Callable[[str, int], L], first: int | None = None) -> None:
+        """first: the number of the lane at which the first call begins; None: any, so that clients spread."""
         self.current: moe_pb2.GetTopologyReply | None = None
         self._connect = connect
         self._links: dict[str, L] = {}
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
         self._anew = math.inf  # when they are to be asked for
-        self._turns = itertools.count()
+        self._start = random.randrange(1 << 16) if first is None else first  # of the last call
+        self._under_way: dict[int, int] = {}  # calls, by their start
         self._lock = threading.Lock()
 
-    def turn(self) -> int:
-        """Counts calls: lanes take their first parts in turn, so that small calls spread too."""
-        return next(self._turns)
+    def begin(self) -> int:
+        """A call begins: at which of the lanes, by its number among them. `end` has to follow."""
+        with self._lock:
+            start, under_way = self._start, self._under_way
+            if self.current is not None and self.current.lanes:
+                start %= (count := len(self.current.lanes))
+                if under_way.get(start):
+                    others = ((start + more) % count for more in range(count))
+                    start = min(others, key=lambda one: under_way.get(one, 0))
+            self._start = start
+            under_way[start] = under_way.get(start, 0) + 1
+            return start
+
+    def end(self, start: int) -> None:
+        """A call that began at `start` has its answer, or none."""
+        with self._lock:
+            left = self._under_way.pop(start) - 1
+            if left:
+                self._under_way[start] = left
+
+    def shun(self, start: int) -> None:
+        """A call that began at `start` had no answer there: the next one begins elsewhere."""
+        with self._lock:
+            if self._start == start:
+                self._start += 1
 
     def due(self) -> bool:
         """Whether they are to be asked for anew, by who makes a call now; said to one of all."""
@@ -69,12 +98,12 @@ class Lanes(Generic[L]):
             if self.current is topology:
                 self.current = None
 
-    def pick(self, topology: moe_pb2.GetTopologyReply, bound: int | None, turn: int) -> moe_pb2.Lane:
-        """The lane `bound`, or the one whose turn it is. NotFound where there is no lane `bound`, and
-        Unavailable where its rank is away.
+    def pick(self, topology: moe_pb2.GetTopologyReply, bound: int | None, start: int) -> moe_pb2.Lane:
+        """The lane `bound`, or the one at `start`, counted round and round. NotFound where there is no lane
+        `bound`, and Unavailable where its rank is away.
         """
         if bound is None:
-            return topology.lanes[turn % len(topology.lanes)]
+            return topology.lanes[start % len(topology.lanes)]
         for lane in topology.lanes:
             if lane.rank == bound:
                 return lane

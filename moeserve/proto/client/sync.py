@@ -44,9 +44,10 @@ class MoeClient:
     thread.
 
     model: which model, empty = the only one served. timeout: seconds a call may take in all, or a Patience.
-    lane: the rank whose lane takes every call, None = calls go to the lanes in turn, and only large ones to
-    several: rows in shared memory where one lane does not hold them all, inline ones from 1024 rows on, none
-    of which gets fewer than 512. transport: `inline` (over data connections past gRPC where lanes have them),
+    lane: the rank whose lane takes every call, None = each goes to a lane of which this client has the fewest
+    calls under way, of several to the one that had the last, and only large ones to several: rows in shared
+    memory where one lane does not hold them all, inline ones from 1024 rows on, none of which gets fewer than
+    512. transport: `inline` (over data connections past gRPC where lanes have them),
     `shared_memory` (an error where a lane runs on another host), or `auto`: shared memory for hidden states
     of 2 KiB and more where the lane is near. credentials: what to trust and show (proto/credentials.py),
     None = a plain connection and no token.
@@ -102,17 +103,35 @@ class MoeClient:
         if lanes.due():
             self._find_anew()
         batch, topology = (layer, hidden, route), lanes.current
-        again: Again | InlineAgain | None = self._before.find(topology, batch, options)
-        again = again or self._inline.find(topology, batch, options)
+        again = self._before.find(topology, batch, options)
         if again is not None and (reply := again.asked(clock)) is not None:
             return reply
-        call = self._core.call(layer, hidden, route, options, None if again is None else again.turn)
-        failed = None
+        start = lanes.begin()
+        try:
+            return self._begun(batch, options, clock, start, again)
+        finally:
+            lanes.end(start)
+
+    def _begun(
+        self,
+        batch: tuple[int, Array | SharedTensor, Choice | Logits],
+        options: CallOptions,
+        clock: Clock,
+        start: int,
+        again: Again | InlineAgain | None,
+    ) -> Reply:
+        """The answer to a call that begins at `start`. again: as a copy of which it was made in vain."""
+        topology = self._core.lanes.current
+        if again is None:
+            again = self._inline.find(topology, batch, options, start)
+            if again is not None and (reply := again.asked(clock)) is not None:
+                return reply
+        call, failed = self._core.call(*batch, options, start), None
         if again is not None and again.failed is not None:
             call, failed = replace(call, job_id=again.job_id), again.failed
         # asked for whole again where its parts saw different weights
         reply = self._patiently(clock, lambda: self._once(call, clock, failed), retried=WeightsChanged)
-        if again is None and topology is lanes.current:
+        if again is None and topology is self._core.lanes.current:
             self._before.learn(topology, batch, options, call.placed_request)
             self._inline.learn(topology, batch, options, call)
         return reply

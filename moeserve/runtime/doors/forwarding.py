@@ -94,7 +94,7 @@ class Forwarding:
     ) -> None:
         self._topology = topology
         self.leaving: Callable[[], Collection[int]] = tuple  # ranks whose lanes take no further call
-        self._lanes: Lanes[Link] = Lanes(partial(Link, credentials=credentials))
+        self._lanes: Lanes[Link] = Lanes(partial(Link, credentials=credentials), first=0)
 
     def forward(
         self, request: moe_pb2.ForwardRequest, timeout: float | None, caller: Caller
@@ -122,16 +122,31 @@ class Forwarding:
     def _answer(
         self, request: moe_pb2.ForwardRequest, topology: moe_pb2.GetTopologyReply, calls: _LaneCalls
     ) -> moe_pb2.ForwardReply:
-        turn = self._lanes.turn()
+        start = self._lanes.begin()
+        try:
+            return self._asked(request, topology, calls, start)
+        except MoeError:
+            self._lanes.shun(start)
+            raise
+        finally:
+            self._lanes.end(start)
+
+    def _asked(
+        self,
+        request: moe_pb2.ForwardRequest,
+        topology: moe_pb2.GetTopologyReply,
+        calls: _LaneCalls,
+        start: int,
+    ) -> moe_pb2.ForwardReply:
         batch = ClientBatch.of_request(request)
         if batch is not None and len(batch.hidden.storage) >= 2 * SPLIT_ROWS and len(topology.lanes) > 1:
-            call = ClientCall(batch, self._lanes, request.model, None, "inline", turn, request.job_id)
+            call = ClientCall(batch, self._lanes, request.model, None, "inline", start, request.job_id)
             try:
                 return _in_parts(call, topology, calls)
             except InvalidArgument:
                 # A lane that saw a part named the part's shape; one that sees the whole names the caller's.
                 calls.end()
-        link = self._lanes.link(topology, self._lanes.pick(topology, None, turn))
+        link = self._lanes.link(topology, self._lanes.pick(topology, None, start))
         return calls.send(link, request).wait()
 
 

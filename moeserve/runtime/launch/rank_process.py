@@ -235,9 +235,9 @@ class _RankProcess:
         self.member.on_serving = self._serving
         self.member.on_layers = self._layers_open
         if config.server.data_connections:
-            passes, observe = config.passes, self._telemetry.request
+            passes, seen = config.passes, (self._telemetry.request, lambda: self.member.steps.others_at)
             own = self._device_lanes.for_connections(
-                passes.connections, passes.spin_seconds, door, served.dtype, observe
+                passes.connections, passes.spin_seconds, door, served.dtype, seen
             )
             door.offer_connection = self._endpoint.data_connections(spec.host, door, self._regions, own)
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy

@@ -78,16 +78,21 @@ class House:
         self.steps: list[int] = []
         self.heard: list[tuple[object, ...]] = []
         self.launched: list[tuple[Run, tuple[int, int], int]] = []
+        self.others = 0  # runs of other members
         self.ends = Told(0, (2,), 2)
         made = self.runs = GroupRuns(self.rank, self.after.append)  # type: ignore[arg-type]
         made.tell, made.observe = self.told.append, self.steps.append
         made.failed = lambda entry, error: self.failed.append(f"{entry['kind']}: {error}")
         made.launch = self.launch  # type: ignore[assignment]
+        made.others = self.another
         made.serving(GENERATION)
 
     def launch(self, run: Run, stamp: tuple[int, int], number: int) -> Any:
         self.launched.append((run, stamp, number))
         return SimpleNamespace(event=Passed(), read=lambda: self.ends)
+
+    def another(self) -> None:
+        self.others += 1
 
     def ran(self, told: Told, version: int) -> None:
         self.heard.append(("ran", told.answered, version))
@@ -129,6 +134,7 @@ def test_a_run_of_this_member_takes_its_rows(house: House) -> None:
     ((run, stamp, number),) = house.launched
     assert (run.steps, stamp, number) == (((3, 0), (5, 0)), (EPOCH, 1), 100) and not house.rank.blank
     assert house.heard == [("ran", 2, 1)] and house.steps == [2] and house.told[-1] == DONE
+    assert not house.others
 
 
 def test_what_was_not_answered_does_not_count(house: House) -> None:
@@ -144,6 +150,7 @@ def test_runs_of_others_are_computed_without_rows(house: House) -> None:
     lanes = (4, 4, 0, 4)  # of both owners and of the lane that brings rows; the reserved one is absent
     assert house.rank.blank == [(100, 3, lanes, 4), (101, 5, lanes, 4)]
     assert not house.launched and not house.heard and house.told[-1] == DONE and house.steps == [2]
+    assert house.others == 1
 
 
 def test_a_member_without_a_lane_brings_no_row_at_all(house: House) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import queue
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +110,16 @@ def test_a_step_of_one_caller_writes_its_answer_in_its_place(running: Running) -
     assert call.in_place
     assert running.rank.users == [2], "the step holds the caller's memory beside the call"
     assert running.closed == 1
+
+
+def test_rows_of_other_lanes_are_noted(running: Running) -> None:
+    call = running.submit(3, None)
+    running.step(call)
+    assert running.steps.others_at == -math.inf
+    epoch: Any = SimpleNamespace(number=1, version=lambda at: 1)
+    before = time.monotonic()
+    running.steps.run(Header(2, 1, 0, (0, 5), ()), 1, epoch)
+    assert before <= running.steps.others_at <= time.monotonic()
 
 
 def test_callers_who_share_a_step_have_their_answers_copied(running: Running) -> None:

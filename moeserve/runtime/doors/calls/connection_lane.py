@@ -41,7 +41,9 @@ FEWEST_CALLS = 8
 """Of a connection that a lane could take, before it has one: to attach it takes as long as some calls."""
 
 ALONE_SECONDS = 0.25
-"""For which no other connection of the rank has called, when a connection's calls go over its lane."""
+"""For which no other connection of the rank has called, and no step or run has come of another lane of the
+group, when a connection's calls go over its lane.
+"""
 
 LOOK_SECONDS = 0.25
 """Between looks whether a caller whose answer is waited for is still there."""
@@ -57,9 +59,14 @@ Route = tuple[Plain | None, Plain | None, Plain | None]
 
 
 class Alone:
-    """Which connection of a rank has called last, and since when no other one has. From any thread."""
+    """Which connection of a rank has called last, and since when no other one has. From any thread.
 
-    def __init__(self) -> None:
+    In a group of several, two lanes whose steps are launched ahead wait for each other's callers in turns.
+    """
+
+    def __init__(self, others_at: Callable[[], float] = lambda: -math.inf) -> None:
+        """others_at: when a step or run came last of other lanes of the group."""
+        self._others_at = others_at
         self._last: object = None
         self._since = -math.inf
 
@@ -69,7 +76,7 @@ class Alone:
         if connection is not self._last:
             self._since = now if self._last is not None else -math.inf  # before the first there was none
             self._last = connection
-        return now - self._since >= ALONE_SECONDS
+        return now - max(self._since, self._others_at()) >= ALONE_SECONDS
 
 
 REFUSALS = (DeviceRefused, LanesTaken, NameTaken, RegionLimit, TensorError, MoeError)

@@ -16,7 +16,7 @@ from moeserve.proto.host import sleep_finely, usable_cores
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.proto.tensors import of_torch
 from moeserve.proto.transports.awake import SPARE_CORES
-from moeserve.runtime.doors.calls.connection_lane import OwnLanes
+from moeserve.runtime.doors.calls.connection_lane import Alone, OwnLanes
 from moeserve.runtime.doors.deadlines import Observe
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.lane_door import LaneDoor
@@ -197,11 +197,16 @@ class DeviceLanes:
         self._leave(attached, "it was detached")
 
     def for_connections(
-        self, which: str, spin: float, door: LaneDoor, dtype: torch.dtype, observe: Observe
+        self,
+        which: str,
+        spin: float,
+        door: LaneDoor,
+        dtype: torch.dtype,
+        seen: tuple[Observe, Callable[[], float]],
     ) -> OwnLanes | None:
         """What data connections of this rank may have of its lanes. which, spin: as `passes.connections` and
         `passes.spin_seconds` have it; by `auto` none where no step is launched before its rows: they would
-        save nothing.
+        save nothing. seen: is told of each call, and says when other lanes of the group brought rows last.
         """
         if which == "never" or (which == "auto" and self.looking.mail is None):
             return None
@@ -217,7 +222,8 @@ class DeviceLanes:
             self._regions,
             threading.BoundedSemaphore(limits.lanes // 2),
             lambda: door.stopping,
-            observe,
+            seen[0],
+            Alone(seen[1]),
             launched=which == "auto",
             spin=spin if usable_cores() >= SPARE_CORES else 0.0,
         )

@@ -84,6 +84,7 @@ class GroupRuns:
         self.failed: Callable[[Message, Exception], None] = _nobody_hears  # an entry, which others are in
         self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
         self.launch: Callable[[Run, tuple[int, int], int], Flight] = _nothing_launches  # a lane's own run
+        self.others: Act = lambda: None  # a run of another member has come
         self.flies: Act = lambda: None  # something was launched
         self.over: Callable[[Act], None] = lambda tell: tell()  # it has ended, and whose it was is told
         self.graphs = RunGraphs() if graphs is None else graphs
@@ -156,6 +157,7 @@ class GroupRuns:
     def _taken(self, order: OrderedRun) -> OwnRun | None:
         """What this member asked for by this order, if it is its own."""
         if order.asked.seat != self._rank.index:
+            self.others()
             return None
         with self._lock:
             return self._asked.pop(order.asked.run, None)

@@ -1,0 +1,84 @@
+"""Which lane a call begins at: one after another at the same, at the same time at different ones."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.client.lanes import Lanes
+from moeserve.proto.errors import NotFound
+
+
+def lanes_of(count: int) -> Lanes[str]:
+    lanes = Lanes(lambda address, most: address)
+    there = [moe_pb2.Lane(rank=at, address=f"lane-{at}") for at in range(count)]
+    lanes.found(moe_pb2.GetTopologyReply(lanes=there, serving=True))
+    return lanes
+
+
+def test_calls_one_after_another_go_to_one_lane() -> None:
+    lanes = lanes_of(4)
+    starts = set()
+    for _ in range(20):
+        starts.add(start := lanes.begin())
+        lanes.end(start)
+    assert len(starts) == 1 and starts < set(range(4))
+
+
+def test_calls_at_the_same_time_spread_evenly_and_come_back_to_their_lanes() -> None:
+    lanes = lanes_of(3)
+    under_way = [lanes.begin() for _ in range(9)]
+    assert Counter(under_way) == {0: 3, 1: 3, 2: 3}
+    for _ in range(50):  # each caller has its answer, and calls at once
+        done = under_way.pop(random.Random(7).randrange(len(under_way)))
+        lanes.end(done)
+        under_way.append(lanes.begin())
+        assert under_way[-1] == done, "the lane with the fewest calls is the one that has just answered"
+
+
+def test_clients_begin_at_different_lanes() -> None:
+    assert {lanes_of(2).begin() for _ in range(64)} == {0, 1}
+
+
+def test_a_lane_that_gave_no_answer_is_not_the_next_ones_first() -> None:
+    lanes = lanes_of(3)
+    start = lanes.begin()
+    lanes.shun(start)
+    lanes.end(start)
+    other = lanes.begin()
+    assert other == (start + 1) % 3
+    lanes.shun(start)  # by a call that began before: the others have left that lane already
+    lanes.end(other)
+    assert lanes.begin() == other
+
+
+def test_a_call_begins_before_lanes_are_known_and_is_followed_by_others_of_its_lane() -> None:
+    lanes = Lanes(lambda address, most: address)
+    first = lanes.begin()
+    there = [moe_pb2.Lane(rank=at, address=f"lane-{at}") for at in range(5)]
+    lanes.found(moe_pb2.GetTopologyReply(lanes=there, serving=True))
+    assert lanes.current is not None
+    taken = lanes.pick(lanes.current, None, first)
+    lanes.end(first)
+    assert lanes.pick(lanes.current, None, lanes.begin()) == taken
+
+
+def test_lanes_that_go_and_come_change_no_count() -> None:
+    lanes = lanes_of(4)
+    under_way = [lanes.begin() for _ in range(8)]
+    lanes.found(moe_pb2.GetTopologyReply(lanes=[moe_pb2.Lane(rank=0, address="lane-0")], serving=True))
+    assert lanes.begin() == 0
+    for start in (*under_way, 0):
+        lanes.end(start)
+    with pytest.raises(KeyError):
+        lanes.end(0)
+
+
+def test_a_lane_that_is_not_there_is_named() -> None:
+    lanes = lanes_of(2)
+    assert lanes.current is not None
+    with pytest.raises(NotFound, match=r"lane 7 is not one of the lanes \[0, 1\]"):
+        lanes.pick(lanes.current, 7, 0)
