@@ -235,9 +235,9 @@ class _RankProcess:
         self.member.on_serving = self._serving
         self.member.on_layers = self._layers_open
         if config.server.data_connections:
-            passes, seen = config.passes, (self._telemetry.request, lambda: self.member.steps.others_at)
+            passes, observe = config.passes, self._telemetry.request
             own = self._device_lanes.for_connections(
-                passes.connections, passes.spin_seconds, door, served.dtype, seen
+                passes.connections, passes.spin_seconds, door, served.dtype, observe
             )
             door.offer_connection = self._endpoint.data_connections(spec.host, door, self._regions, own)
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
@@ -293,16 +293,13 @@ class _RankProcess:
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door), steps)
         lanes.on_pass = self._telemetry.observe_pass
         self.member.attend(lanes.look_elsewhere, lanes.back)
+        self.member.order.on_company = self.member.steps.on_others = lanes.looking.company
         steps.gathers = lane.transfers is not None
         if self._runs is not None:
             lanes.looking.mail = MailHost(
-                self._runs,
-                model,
-                passes.lane_bytes,
-                share_gpu=passes.share_gpu,
-                host_ahead=passes.host_ahead,
+                self._runs, model, passes.lane_bytes, share_gpu=passes.share_gpu, host_ahead=passes.host_ahead
             )
-            lanes.looking.others, self.member.order.on_company = door.has_calls, lanes.looking.company
+            lanes.looking.others = door.has_calls
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 

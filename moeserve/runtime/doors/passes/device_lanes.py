@@ -197,16 +197,11 @@ class DeviceLanes:
         self._leave(attached, "it was detached")
 
     def for_connections(
-        self,
-        which: str,
-        spin: float,
-        door: LaneDoor,
-        dtype: torch.dtype,
-        seen: tuple[Observe, Callable[[], float]],
+        self, which: str, spin: float, door: LaneDoor, dtype: torch.dtype, observe: Observe
     ) -> OwnLanes | None:
         """What data connections of this rank may have of its lanes. which, spin: as `passes.connections` and
         `passes.spin_seconds` have it; by `auto` none where no step is launched before its rows: they would
-        save nothing. seen: is told of each call, and says when other lanes of the group brought rows last.
+        save nothing.
         """
         if which == "never" or (which == "auto" and self.looking.mail is None):
             return None
@@ -222,8 +217,8 @@ class DeviceLanes:
             self._regions,
             threading.BoundedSemaphore(limits.lanes // 2),
             lambda: door.stopping,
-            seen[0],
-            Alone(seen[1]),
+            observe,
+            Alone(lambda: self.looking.group_at),
             launched=which == "auto",
             spin=spin if usable_cores() >= SPARE_CORES else 0.0,
         )

@@ -137,7 +137,7 @@ class Member:
     def take_runs(self, runs: GroupRuns) -> None:
         """Has `runs` launch runs of the group's lanes."""
         self._runs, runs.tell, runs.observe = runs, self._tell, self.steps.ran
-        runs.failed, runs.others = self._report_failure, self.steps.others_came
+        runs.failed, runs.others = self._report_failure, lambda: self.steps.on_others()
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""

@@ -63,7 +63,7 @@ class MemberSteps:
     ) -> None:
         self._rank, self._lane, self._observe = rank, lane, observe
         self.steps = self.expert_rows = 0  # since the start
-        self.others_at = -math.inf  # when a step or run came last to which other lanes bring rows
+        self.on_others: Callable[[], None] = _nothing  # other lanes bring rows to what is launched now
         self._counting = threading.Lock()  # two threads finish
         self.attends = False  # the thread of the steps calls `finish_ended`, while `attended`
         self.away: Callable[[], None] = _nothing  # that thread is about to wait for steps to end
@@ -85,7 +85,7 @@ class MemberSteps:
         """
         started = time.monotonic()
         if sum(header.lane_rows) > sum(rows for _, rows in header.jobs):
-            self.others_came()
+            self.on_others()
         self._apart = self._apart + 1 if self._finishing.idle else 0
         version = self._version(header, epoch)
         parts = self._taken(header, version)
@@ -222,10 +222,6 @@ class MemberSteps:
         """Does `report`, unless it was done lately."""
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
             self.report(generation)
-
-    def others_came(self) -> None:
-        """Notes that other lanes of the group bring rows to what is launched now."""
-        self.others_at = time.monotonic()
 
     def ran(self, steps: int) -> None:
         """Counts steps that were launched by others on this member's device. By any thread that finishes."""
