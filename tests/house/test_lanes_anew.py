@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,11 @@ def test_a_rank_that_is_back_gets_calls_again(house: LocalCluster, alone: Alone)
             torch.testing.assert_close(client.forward(1, *batch), wanted, **CLOSE)
             current = client._core.lanes.current
             known = set() if current is None else {lane.address for lane in current.lanes}
-        for _ in range(2):
-            client.forward(1, *batch)
-        assert set(client._core.lanes._links) == known
+        with ThreadPoolExecutor(4) as pool:  # one caller alone would stay at a lane
+            while set(client._core.lanes._links) != known:
+                assert time.monotonic() < until
+                for found in pool.map(lambda _: client.forward(1, *batch), range(8)):
+                    torch.testing.assert_close(found, wanted, **CLOSE)
 
 
 def test_an_asynchronous_client_asks_again_too(house: LocalCluster, alone: Alone) -> None:

@@ -77,6 +77,17 @@ def test_lanes_that_go_and_come_change_no_count() -> None:
         lanes.end(0)
 
 
+def test_clients_spread_anew_when_a_lane_is_back() -> None:
+    clients = [lanes_of(1) for _ in range(64)]
+    for one in clients:
+        one.end(one.begin())
+    there = [moe_pb2.Lane(rank=at, address=f"lane-{at}") for at in range(2)]
+    for one in clients:
+        one.found(moe_pb2.GetTopologyReply(lanes=there, serving=True))
+    found = {one.begin() for one in clients}
+    assert found == {0, 1}
+
+
 def test_a_lane_that_is_not_there_is_named() -> None:
     lanes = lanes_of(2)
     assert lanes.current is not None

@@ -34,13 +34,16 @@ class Lanes(Generic[L]):
     """
 
     def __init__(self, connect: Callable[[str, int], L], first: int | None = None) -> None:
-        """first: the number of the lane at which the first call begins; None: any, so that clients spread."""
+        """first: the number of the lane at which the first call begins; None: any, and any again where other
+        lanes are found: so clients spread, also over a lane that is back.
+        """
         self.current: moe_pb2.GetTopologyReply | None = None
         self._connect = connect
         self._links: dict[str, L] = {}
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
         self._anew = math.inf  # when they are to be asked for
-        self._start = random.randrange(1 << 16) if first is None else first  # of the last call
+        self._first = first
+        self._start = _any() if first is None else first  # of the last call
         self._under_way: dict[int, int] = {}  # calls, by their start
         self._lock = threading.Lock()
 
@@ -88,7 +91,9 @@ class Lanes(Generic[L]):
             if topology == self.current:
                 return []
             self.current = topology
-            self._addresses = frozenset(lane.address for lane in topology.lanes)
+            before, self._addresses = self._addresses, frozenset(lane.address for lane in topology.lanes)
+            if before and before != self._addresses and self._first is None:
+                self._start = _any()
             gone = [address for address in self._links if address not in self._addresses]
             return [self._links.pop(address) for address in gone]
 
@@ -132,6 +137,11 @@ class Lanes(Generic[L]):
             links, self._links, self.current = list(self._links.values()), {}, None
             self._addresses, self._anew = frozenset(), math.inf
         return links
+
+
+def _any() -> int:
+    """Of some lane, however many there are."""
+    return random.randrange(1 << 16)
 
 
 def message_limit(topology: moe_pb2.GetTopologyReply) -> int:
