@@ -14,6 +14,7 @@ Two ranks with 128 FP8 experts of 7168 x 2048, top-8, or one with 64. In one run
     placed    the client's call with rows and answer in a lane's shared memory
     plain     the same with torch tensors of its own
     inline    the same in the message
+    inline any lane   the same, by a client that names no lane
     lane placed, lane   as placed and plain, by a client whose calls go over device lanes (LaneClient)
     pass      a step of a standing pass of a lane in host memory, whose steps are launched ahead while its
               caller is alone (passes.host_ahead); rows are copied there, and answers from there
@@ -231,7 +232,7 @@ def alone(
             aim = step + {1: 0.35, 16: 0.35, 128: 0.5}.get(rows, 0.15 * step + 1.15 * bytes_time)
             if kind in ("plain", "lane", "pass"):
                 aim += 1.2 * base["copy"][rows]
-            elif kind == "inline":
+            elif kind.startswith("inline"):
                 aim = 1.5 * base["echo"][rows] + step
             told.add(
                 f"{kind}, {rows} rows",
@@ -256,7 +257,7 @@ def many(
 ) -> None:
     """16 and 64 callers on all lanes, beside steps in process with as many rows."""
     client, phases = seen
-    kinds = [kind for kind in args.ways if kind != "inline"]
+    kinds = [kind for kind in args.ways if not kind.startswith("inline")]
     cases = [(kind, count, rows) for kind in kinds for count, rows in args.callers]
     few: dict[tuple[str, int], float] = {}  # rows a second of 16 callers, by way and rows
     for kind, count, rows in cases:

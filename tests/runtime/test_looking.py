@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from moeserve.runtime.doors.passes.announced import LaneModel
 from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
+from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 
 SECONDS = 5.0
@@ -198,3 +200,21 @@ def test_once_the_lanes_thread_has_ended_nobody_looks_at_what_it_closes(
     assert not lanes._thread.is_alive()
     lanes.looking.look_elsewhere(lambda: looked.append(list(lanes._there)) or [])  # type: ignore[func-returns-value]
     assert looked == [[]]
+
+
+def test_callers_of_other_lanes_of_the_group_are_company(lanes: DeviceLanes) -> None:
+    looking, (lane,) = lanes.looking, lanes._there
+    assert looking.group_at == -math.inf
+    looking.note_company([lane], time.monotonic())
+    assert looking.company_of(lane) is Company.NONE
+    looking.company()
+    looking.note_company([lane], time.monotonic())
+    assert looking.company_of(lane) is Company.CALLS
+    assert looking.group_at == -math.inf, "who waits behind its runs may call this rank"
+    before = time.monotonic()
+    looking.others_came()
+    assert before <= looking.group_at <= time.monotonic()
+    looking.note_company([lane], time.monotonic() + 0.4)
+    assert looking.company_of(lane) is Company.CALLS
+    looking.note_company([lane], time.monotonic() + 0.6)
+    assert looking.company_of(lane) is Company.NONE

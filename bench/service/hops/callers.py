@@ -23,7 +23,7 @@ from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.tensors import as_torch
 from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 
-KINDS = ("placed", "plain", "inline", "lane placed", "lane", "pass placed", "pass")
+KINDS = ("placed", "plain", "inline", "inline any lane", "lane placed", "lane", "pass placed", "pass")
 PASS_STEPS = 40  # of a standing pass, about, before it begins again
 WARM_UP_CALLS = 12
 START_SECONDS = 0.3  # from the order to the first call, so that all begin together
@@ -141,7 +141,7 @@ def _serve(pipe: Connection, address: str, sizes: Sizes, spin: float) -> None:
             except EOFError:
                 return
             try:
-                client = inline if load.kind == "inline" else shared
+                client = inline if load.kind.startswith("inline") else shared
                 _run(pipe, client, sizes, load, numbers)
             except Exception as error:  # told to whoever gave the order
                 pipe.send(f"{type(error).__name__}: {error}")
@@ -212,9 +212,10 @@ class _Caller:
             batch = hidden, experts, weights
             call = self._by_pass(client.address, f"{load.rows}-{number}", batch, lane, stack)
         else:
+            named = None if load.kind.endswith("any lane") else lane
 
             def call(layer: int) -> Tensor:
-                found = client.forward(layer, hidden, experts, weights, lane=lane)
+                found = client.forward(layer, hidden, experts, weights, lane=named)
                 assert isinstance(found, Tensor)
                 return found
 

@@ -293,7 +293,8 @@ class _RankProcess:
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door), steps)
         lanes.on_pass = self._telemetry.observe_pass
         self.member.attend(lanes.look_elsewhere, lanes.back)
-        self.member.order.on_company = self.member.steps.on_others = lanes.looking.company
+        self.member.order.on_company = lanes.looking.company
+        self.member.steps.on_others = lanes.looking.others_came
         steps.gathers = lane.transfers is not None
         if self._runs is not None:
             lanes.looking.mail = MailHost(

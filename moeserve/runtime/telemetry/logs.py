@@ -7,6 +7,7 @@ program that runs a `LocalCluster` inside itself keeps its own logging, unless i
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import logging
 import math
 import os
@@ -95,13 +96,23 @@ def checked_level(logger: str, level: str) -> tuple[str, str]:
     """The logger's name and its level, as they are set. Raises ValueError naming what is wrong."""
     logger = logger or OWN
     first = logger.partition(".")[0]
-    named = len(logger) <= LONGEST_LOGGER and re.fullmatch(r"[\w.]+", logger)
+    named = len(logger) <= LONGEST_LOGGER and re.fullmatch(r"\w+(\.\w+)*", logger)
     if not named or not (first == OWN or first in LIBRARIES or logger in LIBRARIES):
         known = ", ".join((OWN, *LIBRARIES))
         raise ValueError(f"logger: {quoted(logger)} is none of {known}, nor below one of them")
+    if first == OWN and not _is_module(logger):
+        raise ValueError(f"logger: {quoted(logger)} is no module of {OWN}; its loggers have their names")
     if level.lower() not in LOG_LEVELS:
         raise ValueError(f"level: {quoted(level)}; known: {', '.join(LOG_LEVELS)}")
     return logger, level.lower()
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is a module of this name; the packages above it are imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # what is above it is no package
+        return False
 
 
 def set_levels(levels: Mapping[str, str]) -> None:

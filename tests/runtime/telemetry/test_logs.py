@@ -285,6 +285,9 @@ def test_levels_are_set_while_it_runs(text_log: Captured) -> None:
     [
         ("moeserve", "loud", "level: 'loud'; known: debug, info, warning, error"),
         ("somebody", "info", "logger: 'somebody' is none of moeserve, "),
+        ("moeserve.runtime.rnak", "info", "logger: 'moeserve.runtime.rnak' is no module of moeserve"),
+        ("moeserve.runtime.step.deeper", "info", "is no module of moeserve"),
+        ("moeserve..runtime", "info", "logger: "),
         ("moeserve.\n", "info", "logger: "),
         ("moeserve." + "x" * 1_000_000, "info", "logger: "),
     ],

@@ -54,7 +54,7 @@ class Looking:
         self._bells = Bells()
         self._noted = -math.inf  # when it was last noted who wants steps
         self._others_at = -math.inf  # when calls were last seen to wait
-        self.group_at = -math.inf  # when other lanes of the group last brought rows, or waited to
+        self.group_at = -math.inf  # when other lanes of the group last brought rows
         self._calls = False  # whether they have waited lately
         self._there: list[AnnouncedLane] = []  # at the last look
         self._leads: list[AnnouncedLane] = []  # those of them whose steps may be launched ahead
@@ -171,9 +171,12 @@ class Looking:
     # -- who wants steps ------------------------------------------------------------------------------------
 
     def company(self) -> None:
-        """Other lanes of the group bring rows to steps, or wait behind runs of lanes here; from any thread.
+        """Others wait behind runs of lanes here, be they callers of this rank; from any thread."""
+        self._others_at = time.monotonic()
 
-        Two lanes of a group whose steps are launched ahead wait in turns for each other's callers.
+    def others_came(self) -> None:
+        """Other lanes of the group bring rows to what is launched now; from any thread. Two lanes of a group
+        whose steps are launched ahead would wait in turns for each other's callers.
         """
         self.group_at = self._others_at = time.monotonic()
 
