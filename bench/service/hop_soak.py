@@ -31,7 +31,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 ROUND_SECONDS = 10.0
 WARM_ROUNDS = 2 * len(KINDS)  # clients have as many idle regions as they keep, and pools their threads
 PROCESSES = 4
-SETTLE_SECONDS = 3.0
+REST_SECONDS, SETTLE_SECONDS = 1.0, 3.0  # connections have given their memory back at a look
 MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so many bytes beside it
 SLACK_BYTES = 64 << 20
 MOST_THREADS_MORE = 8  # pools grow to their size with the first large calls
@@ -85,8 +85,9 @@ def main() -> None:
     first, first_on_gpus = dict[str, Held](), used_on_gpus(args.ranks)
     with checkpoint_folder(sizes) as folder:
         write_checkpoint(folder, sizes)
+        config = config_of(folder, args.ranks).with_values({"server.connection_rest_seconds": REST_SECONDS})
         with (
-            LocalCluster(config_of(folder, args.ranks)) as cluster,
+            LocalCluster(config) as cluster,
             MoeClient(cluster.address, timeout=120) as client,
             Callers(cluster.address, sizes, PROCESSES) as callers,
         ):
