@@ -143,7 +143,7 @@ class Member(_message.Message):
     def __init__(self, seat: _Optional[int] = ..., lane: _Optional[int] = ..., owner: _Optional[int] = ..., position: _Optional[int] = ..., slots: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class GetTopologyReply(_message.Message):
-    __slots__ = ("lanes", "generation", "epoch", "serving", "reason", "max_message_bytes", "members", "max_lanes", "max_owners", "away")
+    __slots__ = ("lanes", "generation", "epoch", "serving", "reason", "max_message_bytes", "members", "max_lanes", "max_owners", "away", "begin_at")
     LANES_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class GetTopologyReply(_message.Message):
     MAX_LANES_FIELD_NUMBER: _ClassVar[int]
     MAX_OWNERS_FIELD_NUMBER: _ClassVar[int]
     AWAY_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_AT_FIELD_NUMBER: _ClassVar[int]
     lanes: _containers.RepeatedCompositeFieldContainer[Lane]
     generation: int
     epoch: int
@@ -164,7 +165,8 @@ class GetTopologyReply(_message.Message):
     max_lanes: int
     max_owners: int
     away: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., max_lanes: _Optional[int] = ..., max_owners: _Optional[int] = ..., away: _Optional[_Iterable[int]] = ...) -> None: ...
+    begin_at: int
+    def __init__(self, lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., max_lanes: _Optional[int] = ..., max_owners: _Optional[int] = ..., away: _Optional[_Iterable[int]] = ..., begin_at: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ("placement",)

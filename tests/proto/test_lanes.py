@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.lanes import Lanes
+from moeserve.proto.client.lanes import WHOLE, Lanes
 from moeserve.proto.errors import NotFound
 
 
@@ -43,6 +43,22 @@ def test_clients_begin_at_different_lanes() -> None:
     assert {lanes_of(2).begin() for _ in range(64)} == {0, 1}
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_client_begins_where_the_front_door_says(count: int) -> None:
+    for at in range(count):
+        lanes = Lanes(lambda address, most: address)
+        there = [moe_pb2.Lane(rank=one, address=f"lane-{one}") for one in range(count)]
+        begin_at = (at * WHOLE + count - 1) // count
+        found = moe_pb2.GetTopologyReply(lanes=there, serving=True, begin_at=begin_at)
+        lanes.found(found)
+        assert lanes.begin() == at
+        assert lanes.current is not None and not lanes.current.HasField("begin_at")
+        lanes.end(at)
+        current = lanes.current
+        lanes.found(moe_pb2.GetTopologyReply(lanes=there, serving=True, begin_at=0))
+        assert lanes.begin() == at and lanes.current is current, "it is asked again, and stays"
+
+
 def test_a_lane_that_gave_no_answer_is_not_the_next_ones_first() -> None:
     lanes = lanes_of(3)
     start = lanes.begin()
@@ -55,15 +71,16 @@ def test_a_lane_that_gave_no_answer_is_not_the_next_ones_first() -> None:
     assert lanes.begin() == other
 
 
-def test_a_call_begins_before_lanes_are_known_and_is_followed_by_others_of_its_lane() -> None:
+def test_a_call_that_began_before_lanes_were_known_ends_as_others_do() -> None:
     lanes = Lanes(lambda address, most: address)
     first = lanes.begin()
     there = [moe_pb2.Lane(rank=at, address=f"lane-{at}") for at in range(5)]
-    lanes.found(moe_pb2.GetTopologyReply(lanes=there, serving=True))
+    lanes.found(moe_pb2.GetTopologyReply(lanes=there, serving=True, begin_at=WHOLE // 2))
     assert lanes.current is not None
-    taken = lanes.pick(lanes.current, None, first)
+    assert lanes.pick(lanes.current, None, first) in there
+    lanes.shun(first)
     lanes.end(first)
-    assert lanes.pick(lanes.current, None, lanes.begin()) == taken
+    assert lanes.begin() == 2
 
 
 def test_lanes_that_go_and_come_change_no_count() -> None:

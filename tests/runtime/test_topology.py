@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from houses import house_config
 from moeserve.cli.status import text
 from moeserve.dispatch.members import Member, Members
 from moeserve.proto import moe_pb2
+from moeserve.proto.client.lanes import WHOLE
 from moeserve.runtime.doors.front_door import FrontDoor
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
@@ -76,6 +78,23 @@ def test_callers_are_told_of_lanes_and_everybody_of_members(
     ]
     assert told(topology.members) == everyone(generation=1) and topology.serving
     assert (topology.max_lanes, topology.max_owners) == (4, 3)
+
+
+@pytest.mark.parametrize("asks", [1, 2, 3])
+@pytest.mark.parametrize("lanes", [2, 3, 8])
+def test_callers_begin_at_all_lanes_alike(
+    coordinator: Coordinator, front: FrontDoor, lanes: int, asks: int
+) -> None:
+    """asks: of each caller, who goes by the first answer."""
+    serving(coordinator, MEMBERS)
+    found = [
+        front.GetTopology(moe_pb2.GetTopologyRequest(), None).begin_at  # type: ignore[arg-type]
+        for _ in range(16 * lanes * asks)
+    ]
+    callers = Counter(lanes * begin_at // WHOLE for begin_at in found[::asks])
+    assert min(callers.values()) >= 14 and max(callers.values()) <= 18 and len(callers) == lanes
+    first = Counter(lanes * begin_at // WHOLE for begin_at in found[: lanes * asks : asks])
+    assert max(first.values()) <= 2, "also of the first few"
 
 
 def test_status_tells_of_members_that_are_away_too(coordinator: Coordinator, front: FrontDoor) -> None:

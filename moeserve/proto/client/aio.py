@@ -96,6 +96,7 @@ class AsyncMoeClient:
         """Asks the front door for the lanes that are up now."""
         request = moe_pb2.GetTopologyRequest()
         reply: moe_pb2.GetTopologyReply = await self._ask(self._door.front.GetTopology, request)
+        reply.ClearField("begin_at")  # it is for who calls lanes
         return reply
 
     async def model(self, *, placement: bool = False) -> moe_pb2.GetModelReply:

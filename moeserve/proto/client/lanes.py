@@ -26,6 +26,10 @@ lost is seen by a call, and one that comes, or comes back, by nobody else.
 """
 
 
+WHOLE = 1 << 32
+"""Of which GetTopologyReply.begin_at is a part."""
+
+
 class Lanes(Generic[L]):
     """What GetTopology said last, until a call finds it is no longer so, or it says otherwise. Safe from any
     thread.
@@ -34,8 +38,9 @@ class Lanes(Generic[L]):
     """
 
     def __init__(self, connect: Callable[[str, int], L], first: int | None = None) -> None:
-        """first: the number of the lane at which the first call begins; None: any, and any again where other
-        lanes are found: so clients spread, also over a lane that is back.
+        """first: the number of the lane at which the first call begins; None: any, and then the one that the
+        front door names with the lanes, and with other lanes again: so clients spread, also over one that is
+        back.
         """
         self.current: moe_pb2.GetTopologyReply | None = None
         self._connect = connect
@@ -43,7 +48,7 @@ class Lanes(Generic[L]):
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
         self._anew = math.inf  # when they are to be asked for
         self._first = first
-        self._start = _any() if first is None else first  # of the last call
+        self._start = random.randrange(WHOLE) if first is None else first  # of the last call
         self._under_way: dict[int, int] = {}  # calls, by their start
         self._lock = threading.Lock()
 
@@ -86,14 +91,16 @@ class Lanes(Generic[L]):
         """Takes note of `topology`, which serves; returns the ways to lanes that are gone, to be closed. What
         was said before stays the same object.
         """
+        begin_at = random.randrange(WHOLE) if not topology.HasField("begin_at") else topology.begin_at
+        topology.ClearField("begin_at")  # it is said once, to this caller
         with self._lock:
             self._anew = time.monotonic() + ANEW_SECONDS
             if topology == self.current:
                 return []
             self.current = topology
             before, self._addresses = self._addresses, frozenset(lane.address for lane in topology.lanes)
-            if before and before != self._addresses and self._first is None:
-                self._start = _any()
+            if before != self._addresses and self._first is None:
+                self._start = len(topology.lanes) * begin_at // WHOLE
             gone = [address for address in self._links if address not in self._addresses]
             return [self._links.pop(address) for address in gone]
 
@@ -137,11 +144,6 @@ class Lanes(Generic[L]):
             links, self._links, self.current = list(self._links.values()), {}, None
             self._addresses, self._anew = frozenset(), math.inf
         return links
-
-
-def _any() -> int:
-    """Of some lane, however many there are."""
-    return random.randrange(1 << 16)
 
 
 def message_limit(topology: moe_pb2.GetTopologyReply) -> int:

@@ -163,6 +163,7 @@ class MoeClient:
         """Asks the front door for the lanes that are up now."""
         request = moe_pb2.GetTopologyRequest()
         reply: moe_pb2.GetTopologyReply = self._ask(self._door.front.GetTopology, request)
+        reply.ClearField("begin_at")  # it is for who calls lanes
         return reply
 
     def model(self, *, placement: bool = False) -> moe_pb2.GetModelReply:

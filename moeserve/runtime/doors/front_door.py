@@ -4,6 +4,7 @@ simple clients.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -30,6 +31,11 @@ from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
 
 log = logging.getLogger(__name__)
+
+GOLDEN, WORD = 0x9E3779B9, 0xFFFFFFFF
+"""2^32 by the golden ratio: multiples of it modulo 2^32 lie evenly, and so do those of every second one, or
+third, as of a caller who asks that often.
+"""
 
 NOT_A_LANE = GrpcStatus(
     "FAILED_PRECONDITION",
@@ -59,6 +65,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         self._observe = observe
         self._forwarding = self._forwarding_with(None)
         self._stopping = ""  # why no further call is taken from streams
+        self._begins = itertools.count()
 
     def show_lanes(self, credentials: Credentials | None) -> None:
         """Has calls handed on with `credentials`; called before the first."""
@@ -121,8 +128,10 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
     def GetTopology(
         self, request: moe_pb2.GetTopologyRequest, context: grpc.ServicerContext
     ) -> moe_pb2.GetTopologyReply:
-        """The lanes that take calls now, and the members of the group."""
-        return self._topology()
+        """The lanes that take calls now, the group's members, and at which lane this caller begins."""
+        found = self._topology()
+        found.begin_at = next(self._begins) * GOLDEN & WORD
+        return found
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
         """What callers find: no lane that is to leave, and none at all once the service is to stop."""
