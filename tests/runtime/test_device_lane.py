@@ -389,6 +389,10 @@ def test_lanes_come_and_go_with_their_memory() -> None:
         rounded.rows_wire = "fp8_group128"
         with pytest.raises(TensorError, match="'fp8_group128' is of a GPU's rows"):
             lanes.attach(rounded, "tester")
+        handed = asked("three")
+        handed.answers_handle = b"\x01" * 64
+        with pytest.raises(TensorError, match="answers_handle: it is of a GPU's memory"):
+            lanes.attach(handed, "tester")
         assert [lane.name for lane in lanes.attached()] == ["one", "two"] and len(regions.list()) == 4
         lanes.detach(one.mailbox)
         with pytest.raises(UnknownLane):

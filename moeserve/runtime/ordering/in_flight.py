@@ -35,6 +35,7 @@ class _Running:
     jobs: int
     rows: int
     alone: bool  # no other step was under way when it started
+    lanes: frozenset[int | None]  # that bring rows
     run: AskedRun | None = None
 
 
@@ -115,15 +116,21 @@ class StepsInFlight:
     def shared_runs(self, *, held: bool = False) -> list[tuple[AskedRun, float]]:
         """Runs under way that others wait behind, or will: jobs, steps, or runs of another member; with when
         each was sent. held: nothing begins before all of them have ended, as where members join or leave.
+
+        A step of the run's own lane that began before it is no company, though not all members have said that
+        it is over: its caller may be the run's, and have the answer.
         """
         return [
             (one.run, one.started)
-            for one in self._running.values()
-            if one.run is not None and (held or self._others(one.run.seat))
+            for number, one in self._running.items()
+            if one.run is not None and (held or self._others(number, one, one.run.seat))
         ]
 
-    def _others(self, seat: int) -> bool:
-        under_way = any(one.run is None or one.run.seat != seat for one in self._running.values())
+    def _others(self, number: int, run: _Running, seat: int) -> bool:
+        """Whether others than the caller of the run of this number want steps."""
+        under_way = any(
+            one.lanes - run.lanes or (one.run is None and at > number) for at, one in self._running.items()
+        )
         return bool(under_way or self._sequencer.queued or self._runs.of_others(seat))
 
     def withdraw(self, lane: int, jobs: Collection[int]) -> None:
@@ -169,7 +176,10 @@ class StepsInFlight:
             self._went_on = now
             jobs, rows = sum(map(len, step.jobs)), sum(step.lane_rows)
             seats = set(step.seats(members))
-            self._running[step.number] = _Running(step.layer, now, seats, jobs, rows, not self._running)
+            lanes = frozenset(lane for lane, count in enumerate(step.lane_rows) if count)
+            self._running[step.number] = _Running(
+                step.layer, now, seats, jobs, rows, not self._running, lanes
+            )
             self._last = Last(step.layer, rows, now, running=True)
         return step
 
@@ -188,7 +198,8 @@ class StepsInFlight:
         self.steps += len(asked.layers)
         self._went_on = now
         seats, alone = set(run_seats(asked, members)), not self._running
-        self._running[number] = _Running(asked.layers[-1], now, seats, 0, asked.rows, alone, asked)
+        lanes = frozenset([members.at(asked.seat).lane])
+        self._running[number] = _Running(asked.layers[-1], now, seats, 0, asked.rows, alone, lanes, asked)
         return OrderedRun(asked, number, epoch)
 
     def finish(self, seat: int, number: int, now: float) -> tuple[int, float] | None:

@@ -116,6 +116,36 @@ def test_whose_runs_others_wait_behind() -> None:
     assert steps.shared_runs() == [(run(seat=0), 7.0)]
 
 
+def test_a_callers_own_step_that_ends_late_elsewhere_is_no_company() -> None:
+    steps = StepsInFlight(2, PACE)
+    steps.announce(Announcement(0, 1, 0, 1, math.inf), 1.0)  # by lane 0, of seat 0
+    own = steps.start(1, 1.0, MEMBERS)
+    assert own is not None
+    steps.finish(0, own.number, 2.0)  # its caller has the answer, and goes on over a device lane
+    steps.ask(run(seat=0))
+    ordered = steps.start_run(1, 2.1, MEMBERS)
+    assert ordered is not None and steps.running == 2
+    assert steps.shared_runs() == []
+    steps.finish(1, own.number, 2.2)
+    assert steps.shared_runs() == []
+    steps.announce(Announcement(0, 2, 0, 1, math.inf), 3.0)
+    later = steps.start(1, 9.0, MEMBERS)
+    assert later is not None and not steps.queued
+    assert steps.shared_runs() == [(run(seat=0), 2.1)], "who calls now waits behind the run"
+    for seat in range(2):
+        steps.finish(seat, later.number, 9.1)
+    assert steps.shared_runs() == []
+
+
+def test_a_step_of_another_lane_is_company_also_before_a_run() -> None:
+    steps = StepsInFlight(2, PACE)
+    steps.announce(Announcement(1, 1, 0, 1, math.inf), 1.0)
+    assert steps.start(1, 1.0, MEMBERS) is not None
+    steps.ask(run(seat=0))
+    assert steps.start_run(1, 2.0, MEMBERS) is not None
+    assert steps.shared_runs() == [(run(seat=0), 2.0)], "its caller is likely to come again"
+
+
 def test_runs_of_layers_that_are_read_are_taken_out() -> None:
     steps = StepsInFlight(2, PACE)
     steps.ask(run(number=1))

@@ -63,6 +63,8 @@ def checked(
         raise TensorError("dtype", f"number {request.dtype} is not one of {', '.join(FLOATS)}")
     if request.device == "cpu" and request.rows_wire not in ("", ANY_WIRE):
         raise TensorError("rows_wire", f"{quoted(request.rows_wire)} is of a GPU's rows, not of the host's")
+    if request.device == "cpu" and request.answers_handle:
+        raise TensorError("answers_handle", "it is of a GPU's memory; answers to the host lie in a region")
     sizes = (model.hidden, model.experts, model.top_k)
     if request.device != "cpu":
         return MailboxLayout.of((1, request.stages), sizes, named)  # words alone
