@@ -146,6 +146,17 @@ def test_a_group_that_does_not_serve_is_unavailable(front: Front) -> None:
         front.forward(1)
 
 
+def test_no_lane_is_asked_that_is_to_leave(front: Front) -> None:
+    first, second = (lane.lane(FAR).rank for lane in front.lanes)
+    front.forwarding.leaving = lambda: (first,)
+    for _ in range(3):
+        front.forward(2)
+    assert [len(lane.asked) for lane in front.lanes] == [0, 3]
+    front.forwarding.leaving = lambda: (first, second)
+    with pytest.raises(Unavailable, match="no lane takes calls now"):
+        front.forward(2)
+
+
 def test_channels_to_lanes_that_restarted_elsewhere_are_closed(front: Front) -> None:
     front.forward(1600)
     before = [lane.address for lane in front.lanes]

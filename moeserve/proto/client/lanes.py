@@ -112,9 +112,11 @@ class Lanes(Generic[L]):
 
     def pick(self, topology: moe_pb2.GetTopologyReply, bound: int | None, start: int) -> moe_pb2.Lane:
         """The lane `bound`, or the one at `start`, counted round and round. NotFound where there is no lane
-        `bound`, and Unavailable where its rank is away.
+        `bound`, and Unavailable where its rank is away, or there is none at all.
         """
         if bound is None:
+            if not topology.lanes:  # all that there are leave
+                raise Unavailable("UNAVAILABLE", "not_serving", "no lane takes calls now")
             return topology.lanes[start % len(topology.lanes)]
         for lane in topology.lanes:
             if lane.rank == bound:
