@@ -100,7 +100,7 @@ def test_calls_like_those_before_are_copies_with_their_own_values(
         check(client, alone, 7, seed)
     assert len(client._inline._known) == 2, "of two layers"
     links = client._core.lanes._links.values()
-    assert [len(link._data._kept._idle) for link in links] == [1, 1], "lanes take turns"
+    assert [len(link._data._kept._idle) for link in links] == [1], "a caller alone stays at a lane"
     hidden, experts, weights = alone.batch(7, seed=1)
     with pytest.raises(InvalidArgument, match="is out of range"):
         client.forward(1, hidden, experts + 1000, weights)
@@ -122,7 +122,7 @@ def test_calls_like_those_before_are_copies_with_their_own_values(
     check(client, alone, 7, 5)
 
 
-def test_lanes_without_connections_take_turns_too(
+def test_a_lane_without_connections_answers_all_the_same(
     house: LocalCluster, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with MoeClient(house.address, timeout=SECONDS, transport="inline") as client:
@@ -139,7 +139,7 @@ def test_lanes_without_connections_take_turns_too(
             )
         for seed in range(8):
             check(client, alone, 7, seed)
-        assert [asked.count(link) for link in links] == [4, 4]
+        assert max(asked.count(link) for link in links) == len(asked) == 8, "a caller alone stays at one"
 
 
 def test_threads_have_connections_of_their_own_and_keep_them(

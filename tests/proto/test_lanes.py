@@ -71,16 +71,26 @@ def test_a_lane_that_gave_no_answer_is_not_the_next_ones_first() -> None:
     assert lanes.begin() == other
 
 
-def test_a_call_that_began_before_lanes_were_known_ends_as_others_do() -> None:
+def test_calls_that_began_before_lanes_were_known_go_where_others_do() -> None:
     lanes = Lanes(lambda address, most: address)
-    first = lanes.begin()
+    first, second = lanes.begin(), lanes.begin()
     there = [moe_pb2.Lane(rank=at, address=f"lane-{at}") for at in range(5)]
     lanes.found(moe_pb2.GetTopologyReply(lanes=there, serving=True, begin_at=WHOLE // 2))
     assert lanes.current is not None
-    assert lanes.pick(lanes.current, None, first) in there
-    lanes.shun(first)
+    assert lanes.pick(lanes.current, None, first) == there[2]
+    assert lanes.pick(lanes.current, None, first + 1) == there[3], "its second part, or attempt"
     lanes.end(first)
     assert lanes.begin() == 2
+    lanes.shun(second)
+    lanes.end(second)
+    lanes.end(2)
+    assert lanes.begin() == 3
+
+
+def test_calls_spread_while_lanes_are_asked_for_anew() -> None:
+    lanes = lanes_of(2)
+    lanes.doubt(lanes.current)
+    assert {lanes.begin(), lanes.begin()} == {0, 1}
 
 
 def test_lanes_that_go_and_come_change_no_count() -> None:

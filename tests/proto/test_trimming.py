@@ -27,9 +27,10 @@ def burst():
     del block
     blocks = [bytearray(200_000) for _ in range(200)]
     small.extend(kept)
-    time.sleep(1.0)  # and is given back after the first look at a process that grows no more
+    full.wait(30)
+    time.sleep(0.5)  # and is given back after the first look at a process that grows no more
 
-small = []
+small, full = [], threading.Barrier(8)  # however long each takes, all give back at about the same time
 threads = [threading.Thread(target=burst) for _ in range(8)]
 [each.start() for each in threads]
 [each.join() for each in threads]

@@ -29,6 +29,9 @@ lost is seen by a call, and one that comes, or comes back, by nobody else.
 WHOLE = 1 << 32
 """Of which GetTopologyReply.begin_at is a part."""
 
+UNKNOWN = WHOLE
+"""Where a call begins before any lane is known: where its client does, once that is."""
+
 
 class Lanes(Generic[L]):
     """What GetTopology said last, until a call finds it is no longer so, or it says otherwise. Safe from any
@@ -38,9 +41,8 @@ class Lanes(Generic[L]):
     """
 
     def __init__(self, connect: Callable[[str, int], L], first: int | None = None) -> None:
-        """first: the number of the lane at which the first call begins; None: any, and then the one that the
-        front door names with the lanes, and with other lanes again: so clients spread, also over one that is
-        back.
+        """first: the number of the lane at which the first call begins; None: the one that the front door
+        names with the lanes, and with other lanes again: so clients spread, also over one that is back.
         """
         self.current: moe_pb2.GetTopologyReply | None = None
         self._connect = connect
@@ -48,20 +50,20 @@ class Lanes(Generic[L]):
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
         self._anew = math.inf  # when they are to be asked for
         self._first = first
-        self._start = random.randrange(WHOLE) if first is None else first  # of the last call
+        self._given = self._start = first or 0  # of the client's first call, and of its last one
         self._under_way: dict[int, int] = {}  # calls, by their start
         self._lock = threading.Lock()
 
     def begin(self) -> int:
         """A call begins: at which of the lanes, by its number among them. `end` has to follow."""
         with self._lock:
-            start, under_way = self._start, self._under_way
-            if self.current is not None and self.current.lanes:
-                start %= (count := len(self.current.lanes))
+            start, under_way = UNKNOWN, self._under_way
+            if count := len(self._addresses):  # also while they are asked for anew
+                start = self._start % count
                 if under_way.get(start):
                     others = ((start + more) % count for more in range(count))
                     start = min(others, key=lambda one: under_way.get(one, 0))
-            self._start = start
+                self._start = start
             under_way[start] = under_way.get(start, 0) + 1
             return start
 
@@ -75,7 +77,7 @@ class Lanes(Generic[L]):
     def shun(self, start: int) -> None:
         """A call that began at `start` had no answer there: the next one begins elsewhere."""
         with self._lock:
-            if self._start == start:
+            if start in (self._start, UNKNOWN):
                 self._start += 1
 
     def due(self) -> bool:
@@ -100,7 +102,7 @@ class Lanes(Generic[L]):
             self.current = topology
             before, self._addresses = self._addresses, frozenset(lane.address for lane in topology.lanes)
             if before != self._addresses and self._first is None:
-                self._start = len(topology.lanes) * begin_at // WHOLE
+                self._given = self._start = len(topology.lanes) * begin_at // WHOLE
             gone = [address for address in self._links if address not in self._addresses]
             return [self._links.pop(address) for address in gone]
 
@@ -117,6 +119,7 @@ class Lanes(Generic[L]):
         if bound is None:
             if not topology.lanes:  # all that there are leave
                 raise Unavailable("UNAVAILABLE", "not_serving", "no lane takes calls now")
+            start += self._given - UNKNOWN if start >= UNKNOWN else 0
             return topology.lanes[start % len(topology.lanes)]
         for lane in topology.lanes:
             if lane.rank == bound:
