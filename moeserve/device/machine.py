@@ -79,8 +79,8 @@ def _host_memory() -> int:
         return int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
 
 
-NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
-    "cpu": ("cpu", 64, frozenset()),
+NAMED: dict[str, tuple[str, int | None, frozenset[str]]] = {
+    "cpu": ("cpu", None, frozenset()),
     "a100": ("sm80", 80, _NVIDIA),
     "l40s": ("sm89", 48, _NVIDIA),
     "h20": ("sm90", 96, _NVIDIA),
@@ -93,7 +93,9 @@ NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
     "mi350x": ("gfx950", 288, _AMD),
     "mi355x": ("gfx950", 288, _AMD),
 }
-"""Machines by public name: architecture, memory in GiB, and the optional packages of its maker's software."""
+"""Machines by public name: architecture, memory in GiB (None: what this host has), and the optional packages
+of its maker's software.
+"""
 
 
 def machine_named(name: str, modules: Iterable[str] | None = None) -> Machine:
@@ -105,7 +107,8 @@ def machine_named(name: str, modules: Iterable[str] | None = None) -> Machine:
     if key not in NAMED:
         raise ValueError(f"unknown machine {name!r}; known: {', '.join(NAMED)}")
     arch, memory, packages = NAMED[key]
-    return Machine(key, arch, memory * GIB, packages if modules is None else frozenset(modules))
+    held = _host_memory() if memory is None else memory * GIB
+    return Machine(key, arch, held, packages if modules is None else frozenset(modules))
 
 
 def torch_device(machine: Machine, index: int) -> str:

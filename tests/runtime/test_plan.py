@@ -1,5 +1,6 @@
 """`make_plan`: a join with reasons; what is pinned is served or refused, never replaced."""
 
+import os
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -129,6 +130,11 @@ def test_a_named_machine_has_the_packages_made_for_it(name: str, arch: str, has:
     assert has <= machine.modules
     assert ("aiter" in machine.modules) == arch.startswith("gfx")
     assert machine_named(name, ()).modules == frozenset()
+
+
+def test_a_cpu_has_the_memory_of_this_host() -> None:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert abs(machine_named("cpu").memory - pages) < 0.01 * pages
 
 
 LOW = replace(DISPATCHERS["all2allv"], name="low", grouping=Grouping.PADDED)
