@@ -15,7 +15,7 @@ from proto_fake import FAR, FakeLane, rows
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import sync_link
-from moeserve.proto.errors import REASON_KEY, InvalidArgument, Unavailable, WeightsChanged
+from moeserve.proto.errors import REASON_KEY, InvalidArgument, MoeError, Unavailable, WeightsChanged
 from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.doors import forwarding
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed
@@ -144,6 +144,29 @@ def test_a_group_that_does_not_serve_is_unavailable(front: Front) -> None:
     front.reason = "rank 1 was lost"
     with pytest.raises(Unavailable, match="rank 1 was lost"):
         front.forward(1)
+
+
+def test_a_lane_that_refuses_does_not_draw_calls(front: Front) -> None:
+    """It refuses at once, and so has the fewest calls under way."""
+    front.lanes[0].scripts = [(grpc.StatusCode.RESOURCE_EXHAUSTED, {REASON_KEY: "lane_full"})] * 200
+    front.lanes[1].scripts = [0.01] * 200
+    failed = list[MoeError]()
+
+    def call(_: int) -> None:
+        try:
+            front.forward(2)
+        except MoeError as refused:
+            failed.append(refused)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(call, range(100)))
+    assert len(failed) == len(front.lanes[0].asked) < 20
+    count = len(front.lanes[1].asked)
+    front.lanes[1].scripts = [(grpc.StatusCode.INVALID_ARGUMENT, {REASON_KEY: "bad_tensor"})]
+    with pytest.raises(InvalidArgument):
+        front.forward(2)
+    front.forward(2)
+    assert len(front.lanes[1].asked) == count + 2, "what the caller did wrong tells nothing of a lane"
 
 
 def test_no_lane_is_asked_that_is_to_leave(front: Front) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -198,17 +199,15 @@ class AsyncMoeClient:
     async def _reply(
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
     ) -> Reply:
-        lanes = self._core.lanes
-        start = lanes.begin()
-        try:
-            call = self._core.call(layer, hidden, route, options, start)
-            if lanes.due():
-                self._anew = asyncio.create_task(self._find_anew())
-            clock = self._core.clock(options.get("timeout"))
+        checked, lanes = self._core.call(layer, hidden, route, options), self._core.lanes
+        if lanes.due():
+            self._anew = asyncio.create_task(self._find_anew())
+        clock = self._core.clock(options.get("timeout"))
+        topology = await self._patiently(clock, lambda: self._topology(clock))
+        with lanes.begun(topology, checked.bound) as start:
+            call = replace(checked, start=start)
             # asked for whole again where its parts saw different weights
             return await self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
-        finally:
-            lanes.end(start)
 
     async def _once(self, call: ClientCall[AsyncLink], clock: Clock) -> Reply:
         """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""

@@ -32,7 +32,7 @@ class ClientCall(Generic[L]):
     """One call: its rows, and where they may go.
 
     lanes: those there are; model: as the caller names it; bound: the only lane it may go to; transport: one
-    of payload.TRANSPORTS; start: the number of the lane that takes its first part, as `Lanes.begin` has it.
+    of payload.TRANSPORTS; start: the number of the lane that takes its first part, as `Lanes.begun` has it.
     """
 
     batch: ClientBatch
@@ -93,6 +93,7 @@ class PartCall(Generic[L]):
         self._answered: tuple[moe_pb2.ForwardReply, NDArray[Any]] | None = None
         self._topology: moe_pb2.GetTopologyReply | None = None
         self._attempt = 0
+        self._asked = ""  # the address of the lane of the last attempt
 
     def aim(self, topology: moe_pb2.GetTopologyReply) -> tuple[L, int]:
         """Picks the lane of the next attempt: the way to it, and the bytes of the region that takes the rows
@@ -101,6 +102,7 @@ class PartCall(Generic[L]):
         self._topology = topology
         call, nbytes = self._call, self._rows.storage.nbytes
         lane = call.lanes.pick(topology, call.bound, call.start + self._part.index + self._attempt)
+        self._asked = lane.address
         near = not call.batch.placed and shares(call.transport, nbytes, lane, host_id())
         return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0
 
@@ -137,7 +139,8 @@ class PartCall(Generic[L]):
     def failed(self, error: MoeError) -> None:
         """Notes that the attempt failed: the next one goes elsewhere, where there is another lane."""
         self._attempt += 1
-        self._call.lanes.shun(self._call.start)
+        if self._asked:
+            self._call.lanes.failed(self._asked, error)
         if isinstance(error, Unavailable):
             self._call.lanes.doubt(self._topology)
 

@@ -64,15 +64,12 @@ class Core(Generic[L]):
         hidden: Array | SharedTensor,
         route: Choice | Logits,
         options: CallOptions,
-        start: int,
     ) -> ClientCall[L]:
-        """A call of its checked arrays. start: of `Lanes.begin`. Raises TensorError, and ValueError for
-        tensors of two lanes.
-        """
+        """A call of its checked arrays. Raises TensorError, and ValueError for tensors of two lanes."""
         batch = ClientBatch.of(layer, hidden, route, options)
         asked, settings = options.get("lane"), self.settings
         bound = batch.lane(settings.lane if asked is None else asked)
-        return ClientCall(batch, self.lanes, settings.model, bound, settings.transport, start)
+        return ClientCall(batch, self.lanes, settings.model, bound, settings.transport)
 
     def place(self, topology: moe_pb2.GetTopologyReply, rank: int, spec: Spec) -> tuple[L, int]:
         """Returns where lane `rank` makes a tensor in shared memory: the way there, and the region's bytes.

@@ -32,7 +32,7 @@ Batch = tuple[int, "Array | SharedTensor", Choice | Logits]
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class Known:
     """A call that was answered."""
 
     topology: moe_pb2.GetTopologyReply
@@ -95,22 +95,26 @@ class InlineBefore:
 
     def __init__(self, core: Core[Link]) -> None:
         self._core = core
-        self._known: dict[Key, _Known] = {}
+        self._known: dict[Key, Known] = {}
 
     def find(
-        self, topology: moe_pb2.GetTopologyReply | None, batch: Batch, options: CallOptions, start: int
-    ) -> InlineAgain | None:
-        """A call like one that was answered before, under the same `topology`; None: it is made in full.
-        start: the number of the lane that it goes to, unless it is bound to one.
+        self, topology: moe_pb2.GetTopologyReply | None, batch: Batch, options: CallOptions
+    ) -> Known | None:
+        """A call like this one that was answered before, under the same `topology`; None: it is made in
+        full.
         """
         if topology is None or not self._known:
             return None
         if isinstance(batch[1], SharedTensor) or (key := _key(batch, options)) is None:
             return None
         known = self._known.get(key)
-        if known is None or known.topology is not topology:
-            return None
-        lanes = self._core.lanes
+        return known if known is not None and known.topology is topology else None
+
+    def again(self, known: Known, start: int, batch: Batch, options: CallOptions) -> InlineAgain | None:
+        """A call like a known one, to the lane of this number, or that which it is bound to; None: it is made
+        in full.
+        """
+        lanes, topology = self._core.lanes, known.topology
         try:
             lane = lanes.pick(topology, known.bound, start)
             return InlineAgain(lanes.link(topology, lane), known.request, batch, options)
@@ -142,7 +146,7 @@ class InlineBefore:
             tensor.ClearField("data")
         if len(self._known) >= MOST_KNOWN:
             self._known = {}
-        self._known[key] = _Known(topology, call.bound, bare)
+        self._known[key] = Known(topology, call.bound, bare)
 
 
 def _key(batch: Batch, options: CallOptions) -> Key | None:

@@ -1,8 +1,10 @@
 """The lanes that a caller knows, which of them takes the next rows, and the open way to each.
 
-A call goes to a lane of which its client has the fewest calls under way, of several such to the one that had
-the last. So callers at the same time spread, and one that calls alone stays: its lane has its next step
-launched before the rows are there, which it cannot while steps of another lane come between.
+A call goes to a lane of which its client has the fewest calls under way, of several such to its home. So
+callers at the same time spread, and one that calls alone stays: its lane has its next step launched before
+the rows are there, which it cannot while steps of another lane come between. A lane that has failed is avoided
+for a while: it refuses at once, and so has the fewest calls under way. Calls whose rows lie in a lane's memory
+do not count.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.errors import NotFound, Unavailable
+from moeserve.proto.errors import MoeError, NotFound, Unavailable
 
 L = TypeVar("L")
 
@@ -29,8 +32,11 @@ lost is seen by a call, and one that comes, or comes back, by nobody else.
 WHOLE = 1 << 32
 """Of which GetTopologyReply.begin_at is a part."""
 
-UNKNOWN = WHOLE
-"""Where a call begins before any lane is known: where its client does, once that is."""
+AVOIDED_SECONDS = 1.0
+"""For which a lane is avoided that gave no answer by a failure of its own."""
+
+OWN_FAILURES = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL"))
+"""Codes of those; others are what the caller asked for, or how long it waits."""
 
 
 class Lanes(Generic[L]):
@@ -41,8 +47,8 @@ class Lanes(Generic[L]):
     """
 
     def __init__(self, connect: Callable[[str, int], L], first: int | None = None) -> None:
-        """first: the number of the lane at which the first call begins; None: the one that the front door
-        names with the lanes, and with other lanes again: so clients spread, also over one that is back.
+        """first: the number of the lane that is the client's home; None: the one that the front door names
+        with the lanes, and with other lanes again: so clients spread, also over one that is back.
         """
         self.current: moe_pb2.GetTopologyReply | None = None
         self._connect = connect
@@ -50,35 +56,62 @@ class Lanes(Generic[L]):
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
         self._anew = math.inf  # when they are to be asked for
         self._first = first
-        self._given = self._start = first or 0  # of the client's first call, and of its last one
-        self._under_way: dict[int, int] = {}  # calls, by their start
+        self._home = first or 0  # the number of the lane at which a caller alone is
+        self._under_way: dict[str, int] = {}  # calls by the address of the lane at which they began
+        self._avoided: dict[str, float] = {}  # until when, by address
         self._lock = threading.Lock()
 
-    def begin(self) -> int:
-        """A call begins: at which of the lanes, by its number among them. `end` has to follow."""
-        with self._lock:
-            start, under_way = UNKNOWN, self._under_way
-            if count := len(self._addresses):  # also while they are asked for anew
-                start = self._start % count
-                if under_way.get(start):
-                    others = ((start + more) % count for more in range(count))
-                    start = min(others, key=lambda one: under_way.get(one, 0))
-                self._start = start
-            under_way[start] = under_way.get(start, 0) + 1
-            return start
+    @contextmanager
+    def begun(self, topology: moe_pb2.GetTopologyReply, bound: int | None = None) -> Iterator[int]:
+        """A call: the number of the lane of `topology` at which it begins. bound: the rank whose lane takes
+        it, where there is one.
+        """
+        start, address = self._begin(topology, bound)
+        try:
+            yield start
+        finally:
+            with self._lock:
+                if left := self._under_way.pop(address) - 1:
+                    self._under_way[address] = left
 
-    def end(self, start: int) -> None:
-        """A call that began at `start` has its answer, or none."""
+    def _begin(self, topology: moe_pb2.GetTopologyReply, bound: int | None) -> tuple[int, str]:
+        lanes = topology.lanes
         with self._lock:
-            left = self._under_way.pop(start) - 1
-            if left:
-                self._under_way[start] = left
+            if bound is None:
+                start = self._least_busy(lanes)
+            else:
+                start = next((at for at, lane in enumerate(lanes) if lane.rank == bound), 0)
+            address = lanes[start].address if lanes else ""
+            self._under_way[address] = self._under_way.get(address, 0) + 1
+        return start, address
 
-    def shun(self, start: int) -> None:
-        """A call that began at `start` had no answer there: the next one begins elsewhere."""
-        with self._lock:
-            if start in (self._start, UNKNOWN):
-                self._start += 1
+    def _least_busy(self, lanes: Sequence[moe_pb2.Lane]) -> int:
+        """The lock is held."""
+        best, least = 0, (True, math.inf)
+        for more in range(len(lanes)):
+            at = (self._home + more) % len(lanes)
+            address = lanes[at].address
+            load = self._is_avoided(address), self._under_way.get(address, 0)
+            if load == (False, 0):
+                return at
+            if load < least:
+                best, least = at, load
+        return best
+
+    def _is_avoided(self, address: str) -> bool:
+        until = self._avoided.get(address)
+        if until is None:
+            return False
+        if time.monotonic() < until:
+            return True
+        del self._avoided[address]
+        return False
+
+    def failed(self, address: str, error: MoeError) -> None:
+        """A lane gave no answer: where that was its own failure, calls go to others for a while."""
+        if error.code in OWN_FAILURES:
+            with self._lock:
+                self._avoided[address] = time.monotonic() + AVOIDED_SECONDS
 
     def due(self) -> bool:
         """Whether they are to be asked for anew, by who makes a call now; said to one of all."""
@@ -102,7 +135,8 @@ class Lanes(Generic[L]):
             self.current = topology
             before, self._addresses = self._addresses, frozenset(lane.address for lane in topology.lanes)
             if before != self._addresses and self._first is None:
-                self._given = self._start = len(topology.lanes) * begin_at // WHOLE
+                self._home = len(topology.lanes) * begin_at // WHOLE
+            self._avoided = {one: at for one, at in self._avoided.items() if one in self._addresses}
             gone = [address for address in self._links if address not in self._addresses]
             return [self._links.pop(address) for address in gone]
 
@@ -119,7 +153,6 @@ class Lanes(Generic[L]):
         if bound is None:
             if not topology.lanes:  # all that there are leave
                 raise Unavailable("UNAVAILABLE", "not_serving", "no lane takes calls now")
-            start += self._given - UNKNOWN if start >= UNKNOWN else 0
             return topology.lanes[start % len(topology.lanes)]
         for lane in topology.lanes:
             if lane.rank == bound:

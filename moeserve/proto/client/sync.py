@@ -19,11 +19,11 @@ import grpc
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.client.again import Again, AskedBefore
+from moeserve.proto.client.again import AskedBefore
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
-from moeserve.proto.client.inline_before import InlineAgain, InlineBefore
+from moeserve.proto.client.inline_before import Batch, InlineBefore, Known
 from moeserve.proto.client.lanes import ASK_SECONDS, check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows, Payload
@@ -45,7 +45,7 @@ class MoeClient:
 
     model: which model, empty = the only one served. timeout: seconds a call may take in all, or a Patience.
     lane: the rank whose lane takes every call, None = each goes to a lane of which this client has the fewest
-    calls under way, of several to the one that had the last, and only large ones to several: rows in shared
+    calls under way, so that a caller alone stays at one, and only large ones to several: rows in shared
     memory where one lane does not hold them all, inline ones from 1024 rows on, none of which gets fewer than
     512. transport: `inline` (over data connections past gRPC where lanes have them),
     `shared_memory` (an error where a lane runs on another host), or `auto`: shared memory for hidden states
@@ -106,35 +106,39 @@ class MoeClient:
         again = self._before.find(topology, batch, options)
         if again is not None and (reply := again.asked(clock)) is not None:
             return reply
-        start = lanes.begin()
-        try:
-            return self._begun(batch, options, clock, start, again)
-        finally:
-            lanes.end(start)
-
-    def _begun(
-        self,
-        batch: tuple[int, Array | SharedTensor, Choice | Logits],
-        options: CallOptions,
-        clock: Clock,
-        start: int,
-        again: Again | InlineAgain | None,
-    ) -> Reply:
-        """The answer to a call that begins at `start`. again: as a copy of which it was made in vain."""
-        topology = self._core.lanes.current
-        if again is None:
-            again = self._inline.find(topology, batch, options, start)
-            if again is not None and (reply := again.asked(clock)) is not None:
-                return reply
-        call, failed = self._core.call(*batch, options, start), None
+        known = self._inline.find(topology, batch, options) if again is None else None
+        if known is not None:
+            return self._alike(known, batch, options, clock)
+        call, failed = self._core.call(layer, hidden, route, options), None
         if again is not None and again.failed is not None:
             call, failed = replace(call, job_id=again.job_id), again.failed
-        # asked for whole again where its parts saw different weights
-        reply = self._patiently(clock, lambda: self._once(call, clock, failed), retried=WeightsChanged)
-        if again is None and topology is self._core.lanes.current:
+        now = self._patiently(clock, lambda: self._topology(clock))
+        with lanes.begun(now, call.bound) as start:
+            reply = self._in_full(replace(call, start=start), clock, failed)
+        if again is None and topology is lanes.current:
             self._before.learn(topology, batch, options, call.placed_request)
             self._inline.learn(topology, batch, options, call)
         return reply
+
+    def _alike(self, known: Known, batch: Batch, options: CallOptions, clock: Clock) -> Reply:
+        """The answer to an inline call like one that was answered before; it is made in full where that is
+        in vain.
+        """
+        with self._core.lanes.begun(known.topology, known.bound) as start:
+            again, failed = self._inline.again(known, start, batch, options), None
+            if again is not None and (reply := again.asked(clock)) is not None:
+                return reply
+            layer, hidden, route = batch
+            call = replace(self._core.call(layer, hidden, route, options), start=start)
+            if again is not None and again.failed is not None:
+                call, failed = replace(call, job_id=again.job_id), again.failed
+            return self._in_full(call, clock, failed)
+
+    def _in_full(self, call: ClientCall[Link], clock: Clock, failed: MoeError | None) -> Reply:
+        """The answer to a call that is asked for whole again where its parts saw different weights. failed:
+        how the first attempt at its only part has ended.
+        """
+        return self._patiently(clock, lambda: self._once(call, clock, failed), retried=WeightsChanged)
 
     def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
         """A tensor in shared memory of a lane, to fill and pass as `hidden`, or to pass as `output`.

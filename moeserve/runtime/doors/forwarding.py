@@ -122,14 +122,8 @@ class Forwarding:
     def _answer(
         self, request: moe_pb2.ForwardRequest, topology: moe_pb2.GetTopologyReply, calls: _LaneCalls
     ) -> moe_pb2.ForwardReply:
-        start = self._lanes.begin()
-        try:
+        with self._lanes.begun(topology) as start:
             return self._asked(request, topology, calls, start)
-        except MoeError:
-            self._lanes.shun(start)
-            raise
-        finally:
-            self._lanes.end(start)
 
     def _asked(
         self,
@@ -146,8 +140,12 @@ class Forwarding:
             except InvalidArgument:
                 # A lane that saw a part named the part's shape; one that sees the whole names the caller's.
                 calls.end()
-        link = self._lanes.link(topology, self._lanes.pick(topology, None, start))
-        return calls.send(link, request).wait()
+        lane = self._lanes.pick(topology, None, start)
+        try:
+            return calls.send(self._lanes.link(topology, lane), request).wait()
+        except MoeError as failed:
+            self._lanes.failed(lane.address, failed)
+            raise
 
 
 class _LaneCalls:
@@ -191,7 +189,11 @@ def _in_parts(
         payload = part.payload(None, link.regions)
         asked.append((part, payload, calls.send(link, part.request(payload))))
     for part, payload, sent in asked:
-        part.answered(sent.wait(), payload)
+        try:
+            part.answered(sent.wait(), payload)
+        except MoeError as failed:
+            part.failed(failed)
+            raise
     made = call.reply(parts)
     reply = moe_pb2.ForwardReply(epoch=made.epoch, weights_version=made.weights_version)
     encode_into(reply.hidden, Plain(call.batch.hidden.dtype, np.asarray(made.hidden)))
