@@ -2,9 +2,9 @@
 
 A call goes to a lane of which its client has the fewest calls under way, of several such to its home. So
 callers at the same time spread, and one that calls alone stays: its lane has its next step launched before
-the rows are there, which it cannot while steps of another lane come between. A lane that has failed is avoided
-for a while: it refuses at once, and so has the fewest calls under way. Calls whose rows lie in a lane's memory
-do not count.
+the rows are there, which it cannot while steps of another lane come between. A lane that has failed is
+avoided for a while: it refuses at once, and so has the fewest calls under way. Calls whose rows lie in a
+lane's memory do not count.
 """
 
 from __future__ import annotations
