@@ -14,8 +14,9 @@ import pytest
 from proto_fake import FAR, FakeService, rows
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client import AsyncMoeClient, MoeClient
+from moeserve.proto.client import AsyncMoeClient, Choice, MoeClient, Patience
 from moeserve.proto.client import lanes as module
+from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import WHOLE, Lanes
 from moeserve.proto.errors import REASON_KEY, InvalidArgument, MoeError, NotFound, Overloaded, Unavailable
 
@@ -135,6 +136,25 @@ def test_a_lane_that_fails_is_avoided_for_a_while(
     assert calls.once() in ((0, 1, 2) if avoided else (2,)), "where all have failed one is asked all the same"
     now[0] += module.AVOIDED_SECONDS
     assert calls.once() == 2 and not calls.lanes._avoided.get("lane-2")
+
+
+def test_an_attempt_that_asked_no_lane_tells_nothing_of_one() -> None:
+    """A call that is bound to a lane whose rank is away, after an attempt there."""
+    core: Core[str] = Core(lambda address, most: address, Settings("", Patience.of(9), 1, "inline"))
+    core.lanes.found(topology_of(2))
+    hidden, experts, weights = rows(2)
+    call = core.call(3, hidden, Choice(experts, weights), {})
+    (part,) = call.parts(topology_of(2))
+    assert part.aim(topology_of(2))[0] == "lane-1"
+    part.failed(BUSY)
+    until = dict(core.lanes._avoided)
+    assert set(until) == {"lane-1"}
+    away = topology_of(1)
+    away.away.append(1)
+    with pytest.raises(Unavailable) as failed:
+        part.aim(away)
+    part.failed(failed.value)
+    assert core.lanes._avoided == until
 
 
 def test_lanes_that_go_and_come_change_no_count() -> None:

@@ -99,7 +99,7 @@ class PartCall(Generic[L]):
         """Picks the lane of the next attempt: the way to it, and the bytes of the region that takes the rows
         there, 0 = none. Raises MoeError.
         """
-        self._topology = topology
+        self._topology, self._asked = topology, ""
         call, nbytes = self._call, self._rows.storage.nbytes
         lane = call.lanes.pick(topology, call.bound, call.start + self._part.index + self._attempt)
         self._asked = lane.address

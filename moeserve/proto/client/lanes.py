@@ -126,7 +126,7 @@ class Lanes(Generic[L]):
         """Takes note of `topology`, which serves; returns the ways to lanes that are gone, to be closed. What
         was said before stays the same object.
         """
-        begin_at = random.randrange(WHOLE) if not topology.HasField("begin_at") else topology.begin_at
+        begin_at = topology.begin_at if topology.HasField("begin_at") else None
         topology.ClearField("begin_at")  # it is said once, to this caller
         with self._lock:
             self._anew = time.monotonic() + ANEW_SECONDS
@@ -135,7 +135,8 @@ class Lanes(Generic[L]):
             self.current = topology
             before, self._addresses = self._addresses, frozenset(lane.address for lane in topology.lanes)
             if before != self._addresses and self._first is None:
-                self._home = len(topology.lanes) * begin_at // WHOLE
+                part = random.randrange(WHOLE) if begin_at is None else begin_at  # of an older front door
+                self._home = len(topology.lanes) * part // WHOLE
             self._avoided = {one: at for one, at in self._avoided.items() if one in self._addresses}
             gone = [address for address in self._links if address not in self._addresses]
             return [self._links.pop(address) for address in gone]

@@ -19,11 +19,11 @@ import grpc
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.client.again import AskedBefore
+from moeserve.proto.client.again import Again, AskedBefore
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
-from moeserve.proto.client.inline_before import Batch, InlineBefore, Known
+from moeserve.proto.client.inline_before import Batch, InlineAgain, InlineBefore, Known
 from moeserve.proto.client.lanes import ASK_SECONDS, check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows, Payload
@@ -109,12 +109,10 @@ class MoeClient:
         known = self._inline.find(topology, batch, options) if again is None else None
         if known is not None:
             return self._alike(known, batch, options, clock)
-        call, failed = self._core.call(layer, hidden, route, options), None
-        if again is not None and again.failed is not None:
-            call, failed = replace(call, job_id=again.job_id), again.failed
-        now = self._patiently(clock, lambda: self._topology(clock))
-        with lanes.begun(now, call.bound) as start:
-            reply = self._in_full(replace(call, start=start), clock, failed)
+        call = self._core.call(layer, hidden, route, options)
+        found = self._patiently(clock, lambda: self._topology(clock))
+        with lanes.begun(found, call.bound) as start:
+            reply = self._in_full(replace(call, start=start), clock, again)
         if again is None and topology is lanes.current:
             self._before.learn(topology, batch, options, call.placed_request)
             self._inline.learn(topology, batch, options, call)
@@ -125,19 +123,20 @@ class MoeClient:
         in vain.
         """
         with self._core.lanes.begun(known.topology, known.bound) as start:
-            again, failed = self._inline.again(known, start, batch, options), None
+            again = self._inline.again(known, start, batch, options)
             if again is not None and (reply := again.asked(clock)) is not None:
                 return reply
             layer, hidden, route = batch
             call = replace(self._core.call(layer, hidden, route, options), start=start)
-            if again is not None and again.failed is not None:
-                call, failed = replace(call, job_id=again.job_id), again.failed
-            return self._in_full(call, clock, failed)
+            return self._in_full(call, clock, again)
 
-    def _in_full(self, call: ClientCall[Link], clock: Clock, failed: MoeError | None) -> Reply:
-        """The answer to a call that is asked for whole again where its parts saw different weights. failed:
-        how the first attempt at its only part has ended.
+    def _in_full(self, call: ClientCall[Link], clock: Clock, again: Again | InlineAgain | None) -> Reply:
+        """The answer to a call that is asked for whole again where its parts saw different weights. again:
+        the first attempt at its only part, which gave none.
         """
+        failed = None if again is None else again.failed
+        if again is not None and failed is not None:
+            call = replace(call, job_id=again.job_id)
         return self._patiently(clock, lambda: self._once(call, clock, failed), retried=WeightsChanged)
 
     def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
