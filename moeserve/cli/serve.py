@@ -60,14 +60,15 @@ def run(args: argparse.Namespace) -> int:
     """
     from moeserve.runtime.telemetry import logs
 
-    config = config_of(args)
-    _say("\n".join(config.lines()))
-    _check_served(config)
-    logs.start(config.log, "launcher")
-    cluster = _cluster(config)
     signals = _Signals()
     try:
         with signals.interrupting():
+            config = config_of(args)
+            _say("\n".join(config.lines()))
+            _check_served(config)
+            logs.start(config.log, "launcher")
+            cluster = _cluster(config)  # which has started processes
+        with signals.interrupting():  # also where a library swallowed what the signal raised
             cluster.start()
     except (KeyboardInterrupt, SystemExit):  # Ray puts a handler in place of ours that exits
         logs.finish()  # what was logged before is read before
@@ -112,7 +113,7 @@ def _tell_manager(state: str) -> None:
 
 
 class _Signals:
-    """Turns SIGINT and SIGTERM into a word that `wait` hears and, while a cluster starts, into
+    """Turns SIGINT and SIGTERM into a word that `wait` hears and, until a cluster has started, into
     KeyboardInterrupt.
 
     The handler takes no lock: it runs wherever the main thread is, also where that holds one. An event's

@@ -314,3 +314,14 @@ def test_sigterm_while_starting_ends_everything(checkpoint: Path, after: float) 
     assert "Traceback" not in printed
     # what ranks are forked from ends when it sees that its starter is gone
     assert started and gone(started, deadline - time.monotonic())
+
+
+def test_sigterm_before_anything_has_started_is_no_crash(checkpoint: Path) -> None:
+    process = subprocess.Popen(
+        [*SERVE, "--checkpoint", str(checkpoint), "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[model]\n"  # the checkpoint is read next, then processes start
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=30)
+    assert (process.returncode, printed.splitlines()[-1]) == (0, "stopped while starting")
