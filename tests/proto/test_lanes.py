@@ -200,6 +200,9 @@ def test_the_first_calls_of_many_threads_spread(service: FakeService) -> None:
 
 
 def test_the_first_calls_of_many_tasks_spread(service: FakeService) -> None:
+    for lane in service.lanes:
+        lane.scripts = [0.5] * 10  # all are under way before one is answered
+
     async def calls() -> None:
         async with AsyncMoeClient(service.address, timeout=20) as client:
             await asyncio.gather(*(client.forward(3, *rows(2)) for _ in range(40)))

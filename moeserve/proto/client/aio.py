@@ -15,7 +15,7 @@ import grpc
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.aio_link import AsyncLink
-from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
+from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_lane_named, check_options
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import ASK_SECONDS, check_serving
@@ -84,6 +84,7 @@ class AsyncMoeClient:
 
     async def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
         """A tensor in shared memory of a lane: as MoeClient.allocate."""
+        check_lane_named(lane)
         clock = self._core.clock(None)
         spec = Spec(known("dtype", dtype), tuple(int(size) for size in shape))
 
@@ -135,9 +136,9 @@ class AsyncMoeClient:
         """Has the service run with so many ranks, while it serves, and waits for it.
 
         New ranks load their experts first, and join between two steps. Ranks that leave take no further call,
-        and their experts move before they go. The reply says how it ended. Raises InvalidArgument for more
-        ranks than the service has room for, or fewer than hold all experts, MoeError where ranks cannot come
-        or go at all, Unavailable where the service does not serve; nothing is tried again.
+        and their experts move before they go. The reply says how it ended. Raises MoeError (`cannot_scale`)
+        for more ranks than the service has room for, fewer than hold all experts, or where ranks cannot come
+        or go at all; Unavailable where the service does not serve; nothing is tried again.
         """
         if not is_whole(ranks) or not 0 < ranks < 1 << 32:
             raise ValueError(f"ranks={ranks!r} must be a whole number of 1 or more")
@@ -185,7 +186,12 @@ class AsyncMoeClient:
 
     async def _ask(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
         self._check_open()
-        return await self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+        try:
+            return await self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+        except MoeError as failed:
+            if self._door.closed:  # meanwhile
+                raise client_closed(self.address) from failed
+            raise
 
     def _check_open(self) -> None:
         if self._door.closed:

@@ -29,6 +29,7 @@ class AsyncForwardStream:
         self._call = stub.ForwardStream()
         self._waiting: dict[str, asyncio.Future[moe_pb2.ForwardStreamReply]] = {}
         self._writing = asyncio.Lock()
+        self._writes = set[asyncio.Task[None]]()
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -43,8 +44,7 @@ class AsyncForwardStream:
         self._waiting[request.job_id] = answer
         try:
             async with asyncio.timeout(bounded(timeout)):
-                async with self._writing:
-                    await self._call.write(request)
+                await self._written(request)
                 reply = await answer
         except TimeoutError:
             text = "the lane did not answer on its stream in time"
@@ -55,9 +55,30 @@ class AsyncForwardStream:
             raise Unavailable("UNAVAILABLE", "", "the lane ended the stream") from over
         finally:
             self._waiting.pop(request.job_id, None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # it is known, whoever waits
         if reply.WhichOneof("outcome") == "error":
             raise from_message(reply.error)
         return reply.reply
+
+    async def _written(self, request: moe_pb2.ForwardRequest) -> None:
+        """Writes `request` by a task of the stream: gRPC ends the stream of everybody where a write is
+        cancelled, as a call is whose caller waits no longer.
+        """
+        write = asyncio.create_task(self._write(request))
+        self._writes.add(write)
+        write.add_done_callback(self._wrote)
+        await asyncio.shield(write)
+
+    def _wrote(self, write: asyncio.Task[None]) -> None:
+        self._writes.discard(write)
+        if not write.cancelled():
+            write.exception()  # it is known, whoever waits
+
+    async def _write(self, request: moe_pb2.ForwardRequest) -> None:
+        async with self._writing:
+            if request.job_id in self._waiting:  # somebody waits for it still
+                await self._call.write(request)
 
     async def close(self) -> None:
         """Ends the stream; calls that are on it end as Unavailable."""
@@ -157,7 +178,7 @@ class AsyncLink:
         except Overloaded:
             self.regions.give_back()  # idle regions of other sizes, which take the lane's room
             raise
-        return await asyncio.to_thread(RemoteRegion.open, made)
+        return await asyncio.to_thread(RemoteRegion.open, made, self.address)
 
     async def close(self) -> None:
         """Closes the channel and gives back everything idle; calls that run here end as Unavailable."""

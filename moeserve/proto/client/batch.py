@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client.patience import Patience, is_whole
-from moeserve.proto.errors import WeightsChanged
+from moeserve.proto.errors import NotFound, WeightsChanged
 from moeserve.proto.tensors import (
     FLOATS,
     INTEGERS,
@@ -115,6 +115,20 @@ def check_lane(lane: object) -> None:
         raise TypeError(f"lane={quoted(lane)} must be the rank of a lane, a whole number, or None")
 
 
+def check_lane_named(lane: object) -> None:
+    """Raises TypeError for what is not the rank of a lane."""
+    if not is_whole(lane):
+        raise TypeError(f"lane={quoted(lane)} must be the rank of a lane, a whole number")
+
+
+def check_layer(layer: object) -> None:
+    """Raises TypeError for what is no number, ValueError for what can be no layer's."""
+    if not is_whole(layer):
+        raise TypeError(f"layer={quoted(layer)} must be the number of a layer, a whole number")
+    if not 0 <= layer < 1 << 32:  # type: ignore[operator]
+        raise ValueError(f"layer={layer} must be the number of a layer, from 0 on")
+
+
 @dataclass(frozen=True)
 class BatchPart:
     """Rows [start, stop) of a batch, which one lane computes as one job."""
@@ -140,6 +154,7 @@ class ClientBatch:
         cls, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
     ) -> ClientBatch:
         """Checks the arrays against each other; TensorError names the one that is wrong."""
+        check_layer(layer)
         dtype, output = options.get("dtype", ""), options.get("output")
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
         _check("hidden", rows, FLOATS)
@@ -198,6 +213,14 @@ class ClientBatch:
                 f"one call goes to one lane, but its tensors and its caller name lanes {sorted(bound)}"
             )
         return bound.pop() if bound else None
+
+    def check_regions(self, address: str) -> None:
+        """Raises NotFound unless the lane at `address` has made the regions in which rows and answer lie."""
+        for name, tensor in (("hidden", self.like), ("output", self.output)):
+            made_by = tensor.region.address if isinstance(tensor, SharedTensor) else ""
+            if made_by and made_by != address:
+                text = f"{name}: it lies in a region of the lane at {made_by}, and the call is for {address}"
+                raise NotFound("NOT_FOUND", "unknown_region", f"{text}; allocate it there")
 
     def parts(self, lanes: int, max_message_bytes: int, most_rows: int = 0) -> tuple[BatchPart, ...]:
         """The rows spread evenly over at most `lanes` lanes; more parts only where a message lacks room, or a

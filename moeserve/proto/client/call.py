@@ -102,6 +102,7 @@ class PartCall(Generic[L]):
         self._topology, self._asked = topology, ""
         call, nbytes = self._call, self._rows.storage.nbytes
         lane = call.lanes.pick(topology, call.bound, call.start + self._part.index + self._attempt)
+        call.batch.check_regions(lane.address)
         self._asked = lane.address
         near = not call.batch.placed and shares(call.transport, nbytes, lane, host_id())
         return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0

@@ -131,6 +131,8 @@ class InlineBefore:
         """Takes note of a call that was answered, where the next one may be a copy of it."""
         if topology is None or call.batch.placed or (key := _key(batch, options)) is None:
             return
+        if call.transport == "shared_memory":
+            return
         nbytes, host = call.batch.hidden.spec.nbytes, host_id()
         if any(shares(call.transport, nbytes, one, host) for one in topology.lanes):
             return

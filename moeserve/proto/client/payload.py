@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client.batch import ClientBatch
-from moeserve.proto.errors import MoeError
+from moeserve.proto.errors import MoeError, NotFound, Unavailable
 from moeserve.proto.tensors import (
     DType,
     Plain,
@@ -44,6 +44,9 @@ class Payload(Protocol):
     @property
     def calls(self) -> RegionCalls | None:
         """What sends the request over the lease of its region; None where only gRPC can."""
+
+    def lost(self, error: Unavailable) -> MoeError:
+        """What is wrong where the lease of its region cannot take the request any more."""
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Puts the rows where the lane reads them, and says so in `request`."""
@@ -85,6 +88,10 @@ class InlineRows:
         """
         self._carried = self._rows.spec.nbytes >= least
 
+    def lost(self, error: Unavailable) -> MoeError:
+        """`error`: there is no region."""
+        return error
+
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Copies the rows into the message, unless they are carried beside it."""
         if self._carried:
@@ -106,7 +113,7 @@ class InlineRows:
         return came
 
     def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
-        """A view of the bytes that came, or a copy `into`."""
+        """A view of the bytes that came, or a copy `into`: of memory that the caller may write to."""
         if self._came is None:
             return moved(inline_answer(reply, self._rows), into)
         check_answer(reply, self._rows)
@@ -137,6 +144,10 @@ class Pooled:
     def calls(self) -> RegionCalls | None:
         """Those over the lease of this region."""
         return self._region.calls
+
+    def lost(self, error: Unavailable) -> MoeError:
+        """`error`: another attempt has another region."""
+        return error
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Copies the rows into the region."""
@@ -174,6 +185,13 @@ class Placed:
         """Those over the lease of the output's region; an inline answer is too long for a packet."""
         return None if self._batch.output is None else self._batch.output.region.calls
 
+    def lost(self, error: Unavailable) -> MoeError:
+        """NotFound: no other attempt has another region."""
+        text = (
+            f"output: its region is gone, closed here or with its lane's process; allocate it anew: {error}"
+        )
+        return NotFound("NOT_FOUND", "unknown_region", text)
+
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Names the caller's regions in the request."""
         batch = self._batch
@@ -208,9 +226,9 @@ def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:
 
 
 def inline_answer(reply: moe_pb2.ForwardReply, rows: Plain) -> NDArray[Any]:
-    """The answer in the reply's bytes; TensorError when it is not like `rows`."""
+    """A copy of the answer in the reply's bytes; TensorError when it is not like `rows`."""
     check_answer(reply, rows)
-    return as_numpy(reply.hidden.data, rows.spec, "reply.hidden").storage
+    return as_numpy(reply.hidden.data, rows.spec, "reply.hidden").storage.copy()  # to be written to
 
 
 def check_placed(reply: moe_pb2.ForwardReply, rows: Plain) -> None:

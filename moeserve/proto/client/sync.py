@@ -20,7 +20,7 @@ import grpc
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.again import Again, AskedBefore
-from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
+from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_lane_named, check_options
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.inline_before import Batch, InlineAgain, InlineBefore, Known
@@ -147,6 +147,7 @@ class MoeClient:
 
         Raises MoeError where the lane cannot share memory with this process.
         """
+        check_lane_named(lane)
         clock = self._core.clock(None)
         spec = Spec(known("dtype", dtype), tuple(int(size) for size in shape))
 
@@ -263,7 +264,12 @@ class MoeClient:
 
     def _ask(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
         self._check_open()
-        return self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+        try:
+            return self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+        except MoeError as failed:
+            if self._door.closed:  # meanwhile
+                raise client_closed(self.address) from failed
+            raise
 
     def _check_open(self) -> None:
         if self._door.closed:

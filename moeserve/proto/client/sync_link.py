@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,7 @@ class Link:
         )
         self.regions = RegionPool()
         self.streams = StreamPool(self.lane)
+        self._regions = weakref.WeakSet[RemoteRegion]()  # that were made, also for tensors of the caller
         self._data = DataConnections(address, self._ask_connection, credentials)
         self.closed = False
         self._process = os.getpid()
@@ -123,7 +125,11 @@ class Link:
         except Overloaded:
             self.regions.give_back()  # idle regions of other sizes, which take the lane's room
             raise
-        return RemoteRegion.open(made)
+        region = RemoteRegion.open(made, self.address)
+        self._regions.add(region)
+        if self.closed:  # meanwhile
+            region.end()
+        return region
 
     @property
     def carries_from(self) -> int:
@@ -149,9 +155,14 @@ class Link:
             sent = self._future(self._carry, message, timeout)
             return Sent(lambda: payload.received(sent.wait()), sent.cancel)
         calls = payload.calls
-        if calls is not None and calls.send(request, timeout):
-            return Sent(lambda: calls.receive(request.job_id, spin), calls.leave)
-        stream = self.streams.take()
+        try:
+            if calls is not None and calls.send(request, timeout):
+                return Sent(lambda: calls.receive(request.job_id, spin), calls.leave)
+            stream = self.streams.take()
+        except Unavailable as lost:
+            raise payload.lost(lost) from lost
+        except ValueError as closed:
+            raise self._closed() from closed
         stream.send(request, timeout)
 
         def wait() -> moe_pb2.ForwardReply:
@@ -187,7 +198,7 @@ class Link:
         try:
             connection.send(message, clock.remaining)
         except BaseException:
-            connection.close()
+            self._data.drop(connection)
             raise
 
         def wait() -> moe_pb2.ForwardReply:
@@ -197,7 +208,7 @@ class Link:
                 self._data.give(connection)
             return payload.received(came)
 
-        return Sent(wait, connection.close)
+        return Sent(wait, lambda: self._data.drop(connection))
 
     def _ask_connection(self, timeout: float) -> moe_pb2.OpenDataConnectionReply:
         reply: moe_pb2.OpenDataConnectionReply = self.unary(
@@ -236,9 +247,11 @@ class Link:
         return failed
 
     def close(self) -> None:
-        """Closes the channel and gives back everything idle; calls that run here end as Unavailable."""
+        """Closes the channel and gives all regions back; calls that run here end as Unavailable."""
         self.closed = True
         self._data.close()
+        for region in list(self._regions):
+            region.end()
         self.streams.close()
         self.regions.close()
         self.channel.close()

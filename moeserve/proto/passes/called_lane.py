@@ -267,6 +267,10 @@ class CalledLane:
         """Whether the rank keeps the lane."""
         return self.lane.alive
 
+    def end(self) -> None:
+        """Ends a call that another thread waits for; that thread closes the lane."""
+        self.lane.memory.end()
+
     def close(self, seconds: float) -> None:
         """Detaches the lane, for whose rank's answer it waits so long."""
         self.drop()

@@ -80,11 +80,11 @@ class LaneClient(MoeClient):
         transport: str = "auto",
         credentials: Credentials | None = None,
     ) -> None:
+        if lanes < 1:
+            raise ValueError(f"lanes={lanes} must be 1 or more; without lanes use MoeClient")
         super().__init__(
             address, model=model, timeout=timeout, lane=lane, transport=transport, credentials=credentials
         )
-        if lanes < 1:
-            raise ValueError(f"lanes={lanes} must be 1 or more; without lanes use MoeClient")
         self._credentials, self._process, self._most = credentials, os.getpid(), lanes
         self._idle: list[CalledLane] = []
         self._lines = weakref.WeakSet[CalledLane]()  # that calls share: one whose call was interrupted goes
@@ -137,11 +137,16 @@ class LaneClient(MoeClient):
         return hidden, output
 
     def close(self) -> None:
-        """Detaches all lanes, closes all connections and gives all regions back."""
+        """Detaches all lanes, closes all connections and gives all regions back; calls under way, and later
+        ones, raise MoeError (`client_closed`).
+        """
         with self._lock:
             self._closed = True
             left, self._idle = [*self._idle, *self._placed.values()], []
             self._placed = {}
+            used = set(self._lines) - set(left)
+        for line in used if os.getpid() == self._process else ():
+            line.end()
         self._answers.close()
         until = time.monotonic() + DETACH_SECONDS
         try:
@@ -200,7 +205,7 @@ class LaneClient(MoeClient):
         try:
             return self._tried(found, batch, rows, options, clock)
         finally:
-            self._give(found)
+            self._give(found, clock)
 
     def _rank(self, options: CallOptions) -> int | None:
         """Whose lane the call is to go to."""
@@ -363,6 +368,8 @@ class LaneClient(MoeClient):
                 line.close(min(DETACH_SECONDS, clock.remaining))
                 return None
             self._lines.add(line)
+            if self._closed:  # meanwhile
+                line.end()
             return line
         except MoeError as refused:
             if isinstance(refused, InvalidArgument) and refused.message.startswith("rows:"):
@@ -372,7 +379,7 @@ class LaneClient(MoeClient):
             log.info("calls of %d rows to %s have no device lane now: %s", count, self.address, refused)
             return None
 
-    def _give(self, line: CalledLane) -> None:
+    def _give(self, line: CalledLane, clock: Clock) -> None:
         """Keeps a lane for the next call, unless it is gone."""
         keeps = line.alive
         with self._lock:
@@ -382,4 +389,4 @@ class LaneClient(MoeClient):
             else:
                 self._lines.discard(line)
         if not keeps:
-            line.close(DETACH_SECONDS if line.alive else 0.0)
+            line.close(min(DETACH_SECONDS, clock.remaining) if line.alive else 0.0)

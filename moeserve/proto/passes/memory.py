@@ -50,6 +50,11 @@ class LaneMemory:
         """Whether the rank's process keeps the lane."""
         return self._mailbox.alive and self._answers.alive
 
+    def end(self) -> None:
+        """Lets the memory go: who waits for an answer finds it as after the end of the rank's process."""
+        self._mailbox.end()
+        self._answers.end()
+
     def room(self, stage: int, rows: int) -> Room:
         """Memory of the mailbox for so many rows of a stage: hidden states, ids, weights, logits."""
         return self._places(stage, rows)[0]

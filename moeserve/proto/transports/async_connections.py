@@ -22,11 +22,12 @@ from moeserve.proto.transports.data_connections import (
     gone_error,
     host_of,
     job_id_of,
+    most_of,
     reply_of,
     request_frame,
 )
 from moeserve.proto.transports.frames import Incoming
-from moeserve.proto.transports.kept import OPEN_SECONDS, Kept
+from moeserve.proto.transports.kept import OPEN_SECONDS, Kept, is_late
 
 Frame = tuple[bytes, memoryview | None]
 """A message, and the data behind it."""
@@ -101,7 +102,9 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
         answer = self._answer = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(bounded(timeout)):
-                for part in request_frame(request, timeout):
+                frame_out = request_frame(request, timeout)
+                self._incoming.most = most_of(frame_out)
+                for part in frame_out:
                     self._transport.write(part)
                 if self._flows is not None:
                     await self._flows
@@ -230,7 +233,8 @@ class AsyncDataConnections:
                 made = await self._ask(seconds)
                 found = await AsyncDataConnection.open(self._host, made, seconds, self._credentials)
             except (MoeError, OSError, ValueError) as error:  # an older lane, out of reach, or new keys
-                self._kept.refused(error)
+                if seconds == OPEN_SECONDS or not is_late(error):  # else its caller has no time for one
+                    self._kept.refused(error)
         if found is None:
             return None
         if self._kept.closed:  # while it was opened

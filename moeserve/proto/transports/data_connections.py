@@ -14,6 +14,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
@@ -23,7 +24,7 @@ from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.awake import Awake
 from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.frames import Connection, FrameReader, frame_of, received, sent_of
-from moeserve.proto.transports.kept import OPEN_SECONDS, Kept
+from moeserve.proto.transports.kept import OPEN_SECONDS, Kept, is_late
 from moeserve.proto.transports.tls import TlsSocket
 
 SECRET_BYTES = 32
@@ -36,6 +37,9 @@ Reply = moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]
 BESIDE_BYTES = 1 << 12
 """Data of this size on is sent beside its message: protobuf would copy it four times on its way."""
 
+ANSWER_BYTES = 1 << 16
+"""That a reply may have more than its request, whose rows are as many bytes as the answer's."""
+
 ALONE_CALLS = 8
 """In a row over one connection, after which its caller is taken for the only one of its client."""
 
@@ -45,6 +49,11 @@ def request_frame(request: Request, timeout: float) -> list[memoryview]:
     message, data = (request.message, request.data) if isinstance(request, Carried) else (request, None)
     message.timeout_ms = milliseconds(timeout)
     return frame_of(message.SerializeToString(), data)
+
+
+def most_of(frame: Sequence[memoryview]) -> int:
+    """How many bytes the reply to what is sent so may have: a lane's word for more is not taken."""
+    return sum(part.nbytes for part in frame) + ANSWER_BYTES
 
 
 def job_id_of(request: Request) -> str:
@@ -80,7 +89,7 @@ class DataConnection:
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
-        self._deadline, self._job_id = 0.0, ""
+        self._deadline, self._job_id, self._most = 0.0, "", 0
         self._awake = Awake()
         self.alone = False  # no other connection to the lane was used lately by its client
         self._process = os.getpid()
@@ -128,9 +137,12 @@ class DataConnection:
         self._deadline = time.monotonic() + bounded(timeout)
         self._job_id = job_id_of(request)
         left: Sequence[memoryview] = request_frame(request, timeout)
+        self._most = most_of(left)
         try:
             while left := sent_of(self._connection, list(left)):
                 self._wait(self._writable)
+        except MoeError:  # the deadline's, which is an OSError, too
+            raise
         except OSError as failed:
             raise gone_error(str(failed)) from failed
         self._awake.begins()
@@ -156,7 +168,7 @@ class DataConnection:
             self._wait(self._readable)
 
         try:
-            header = self._reader.header(wait)
+            header = self._reader.header(wait, self._most)
             if header is None:
                 raise ConnectionError("it closed the connection")
             message, data = self._reader.body(header, wait)
@@ -189,6 +201,11 @@ class DataConnection:
         """Ends it; a call that is under way is given up by the lane."""
         self._connection.close()
 
+    def end(self) -> None:
+        """Ends a call that another thread waits for, with Unavailable; that thread closes it."""
+        with suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
+
 
 class DataConnections:
     """The connections of a client to one lane. Safe to use from any thread."""
@@ -205,6 +222,7 @@ class DataConnections:
         self._host = host_of(address)
         self._ask = ask
         self._kept = Kept[DataConnection]()
+        self._used = set[DataConnection]()
         self._credentials = credentials
         self._last: DataConnection | None = None  # that was taken
         self._row = 0  # times in a row that it was
@@ -219,23 +237,41 @@ class DataConnections:
         if (found := self._kept.idle()) is not None:
             self._row = self._row + 1 if found is self._last else 0
             self._last, found.alone = found, self._row >= ALONE_CALLS
-            return found
+            self._used.add(found)
+        elif (found := self._opened(timeout)) is not None:
+            self._used.add(found)
+        else:
+            return None
+        if self._kept.closed:  # meanwhile
+            found.end()
+        return found
+
+    def _opened(self, timeout: float) -> DataConnection | None:
         if not self._kept.may_open:
             return None
         seconds = min(OPEN_SECONDS, timeout)
         try:
             return DataConnection.open(self._host, self._ask(seconds), seconds, self._credentials)
         except (MoeError, OSError, ValueError) as error:  # an older lane, one out of reach, new keys
-            self._kept.refused(error)
+            if seconds == OPEN_SECONDS or not is_late(error):  # else its caller has no time for one
+                self._kept.refused(error)
             return None
 
     def give(self, connection: DataConnection) -> None:
         """Keeps one whose call was answered."""
+        self._used.discard(connection)
         self._kept.give(connection)
 
+    def drop(self, connection: DataConnection) -> None:
+        """Closes one whose call nobody waits for."""
+        self._used.discard(connection)
+        connection.close()
+
     def close(self) -> None:
-        """Closes the idle ones, and those that come back later."""
+        """Closes all; calls under way end as Unavailable."""
         self._kept.close()
+        for connection in list(self._used):
+            connection.end()
 
 
 def host_of(address: str) -> str:

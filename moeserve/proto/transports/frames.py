@@ -24,6 +24,9 @@ MAGIC = b"moe1"
 FIRST_BYTES = 1 << 16
 """That are asked for before it is known how long a frame is: most are shorter."""
 
+ANY_SIZE = 1 << 62
+"""Bytes of a frame: more than there are."""
+
 MOST_AT_ONCE = 1 << 20
 """For which a reader of the rest of a frame sleeps on; the system wakes it sooner where it has no room for as
 much.
@@ -86,11 +89,15 @@ def _any_room(message: bytes, nbytes: int) -> memoryview:
     return fresh_room(nbytes)
 
 
-def _sizes(came: memoryview) -> tuple[int, int]:
-    """How many bytes of message and data a frame has that begins so. Raises ValueError where it is none."""
+def _sizes(came: memoryview, most: int) -> tuple[int, int]:
+    """How many bytes of message and data a frame has that begins so. Raises ValueError where it is none, or
+    has more than `most` bytes.
+    """
     magic, message, data = HEADER.unpack_from(came)
     if magic != MAGIC:
         raise ValueError(f"{bytes(came[:4])!r} begins no frame; {MAGIC!r} does")
+    if message + data > most:
+        raise ValueError(f"a frame of {message + data} bytes, where {most} are awaited at most")
     if len(came) > HEADER.size + message + data:
         raise ValueError("bytes behind a frame, while its call is under way")
     return message, data
@@ -106,9 +113,10 @@ class FrameReader:
         self._wakes_late = isinstance(connection, socket.socket)  # of what is encrypted some may be here
         self._first = memoryview(bytearray(FIRST_BYTES))
 
-    def header(self, wait: Callable[[], object]) -> tuple[int, int, int] | None:
+    def header(self, wait: Callable[[], object], most: int = ANY_SIZE) -> tuple[int, int, int] | None:
         """How many bytes of a frame came first, and how many its message and its data have; None where the
-        other end has closed the connection before it. Raises OSError, and ValueError where it is no frame.
+        other end has closed the connection before it. Raises OSError, and ValueError where it is no frame, or
+        one of more than `most` bytes.
         """
         came = 0
         while came < HEADER.size:
@@ -118,7 +126,7 @@ class FrameReader:
                     raise ConnectionError("it was closed within a frame")
                 return None
             came += more
-        return came, *_sizes(self._first[:came])
+        return came, *_sizes(self._first[:came], most)
 
     def body(
         self,
@@ -190,6 +198,7 @@ class Incoming:
     """
 
     def __init__(self) -> None:
+        self.most = ANY_SIZE  # bytes of the next frame
         self._first = memoryview(bytearray(FIRST_BYTES))
         self._begin()
 
@@ -225,7 +234,7 @@ class Incoming:
         self._came += count
         if self._came < HEADER.size:
             return False
-        size, self._more = _sizes(self._first[: self._came])
+        size, self._more = _sizes(self._first[: self._came], self.most)
         there = self._first[HEADER.size : self._came]
         if len(there) >= size:
             self._behind(bytes(there[:size]), there[size:])

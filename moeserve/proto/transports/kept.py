@@ -36,6 +36,11 @@ class Keepable(Protocol):
 C = TypeVar("C", bound=Keepable)
 
 
+def is_late(error: Exception) -> bool:
+    """Whether a connection was not opened only because the time for it was over."""
+    return isinstance(error, TimeoutError)
+
+
 class Kept(Generic[C]):
     """Safe to use from any thread."""
 

@@ -52,6 +52,9 @@ class RegionCalls:
         except OSError as failed:
             self._busy.release()
             raise _gone(str(failed)) from failed
+        except BaseException:
+            self._busy.release()
+            raise
         return True
 
     def receive(self, job_id: str, spin: float = 0.0) -> moe_pb2.ForwardReply:

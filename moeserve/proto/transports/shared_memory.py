@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,16 @@ class RemoteRegion:
     forgotten it.
     """
 
-    def __init__(self, name: str, memory: mmap.mmap, lease: socket.socket, calls: RegionCalls | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: mmap.mmap,
+        lease: socket.socket,
+        calls: RegionCalls | None,
+        address: str = "",
+    ) -> None:
         self.name = name
+        self.address = address  # of the lane; "" where a mailbox is part of it
         self.calls = calls  # None where the lane takes no calls over a lease
         self.size = len(memory)
         self._memory = memory
@@ -58,8 +67,8 @@ class RemoteRegion:
         self._process = os.getpid()
 
     @classmethod
-    def open(cls, made: moe_pb2.CreateRegionReply) -> RemoteRegion:
-        """Fetches the descriptor of a region that CreateRegion `made`, and maps it.
+    def open(cls, made: moe_pb2.CreateRegionReply, address: str = "") -> RemoteRegion:
+        """Fetches the descriptor of a region that CreateRegion `made`, and maps it. address: of the lane.
 
         Raises Unavailable when the lane's process is gone or refuses the name.
         """
@@ -75,11 +84,11 @@ class RemoteRegion:
             finally:
                 os.close(descriptor)
             lease.settimeout(0)
-        except OSError as failed:
+        except (OSError, ValueError) as failed:  # of mmap: the lane says another size than the region has
             lease.close()
             text = f"region of {made.size} bytes could not be fetched from {made.socket}: {failed}"
             raise Unavailable("UNAVAILABLE", "region_lost", text) from failed
-        return cls(made.name, memory, lease, RegionCalls(lease) if takes_calls else None)
+        return cls(made.name, memory, lease, RegionCalls(lease) if takes_calls else None, address)
 
     @property
     def alive(self) -> bool:
@@ -112,6 +121,11 @@ class RemoteRegion:
     def close(self) -> None:
         """Gives the lease back."""
         self._lease.close()
+
+    def end(self) -> None:
+        """Gives the lease back; a call that is under way over it ends, with Unavailable."""
+        with suppress(OSError):  # it has ended
+            self._lease.shutdown(socket.SHUT_RDWR)
 
 
 def _check_user(lease: socket.socket) -> None:
