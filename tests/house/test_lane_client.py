@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,33 @@ def test_no_placed_answer_is_written_over_by_that_of_a_call_before(
         time.sleep(0.1)
     client.forward(0, hidden, experts, weights.to(torch.bfloat16), output=output)
     assert ordinary.calls == 1
+
+
+@pytest.mark.parametrize("way", ["over a lane", "in a lane", "in a region", "inline"])
+def test_a_call_under_way_ends_with_its_client(house: LocalCluster, alone: Alone, way: str) -> None:
+    """Whatever its rank does meanwhile."""
+    kind = LaneClient if way.endswith("a lane") else MoeClient
+    client = kind(house.address, timeout=60.0, lane=0)
+    hidden, *route = alone.batch(4, seed=8)
+    placed = (hidden, None)
+    if way == "in a lane":
+        placed = client.place(0, 4, "fp32")
+    elif way == "in a region":
+        placed = tuple(client.allocate(0, tuple(hidden.shape), "fp32") for _ in range(2))
+
+    def call() -> None:
+        client.forward(0, placed[0], *route, output=placed[1])
+
+    call()
+    with ThreadPoolExecutor(1) as pool, stopped(house):
+        asked = pool.submit(call)
+        time.sleep(0.2)
+        assert not asked.done()
+        began = time.monotonic()
+        client.close()
+        with pytest.raises(MoeError, match="client_closed"):
+            asked.result(30)
+        assert time.monotonic() - began < 20, "without the time of the call"
 
 
 def test_a_call_that_is_interrupted_takes_no_lane_with_it(
