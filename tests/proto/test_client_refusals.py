@@ -200,3 +200,23 @@ def test_an_asynchronous_call_given_up_in_time_spoils_no_other(service):
                     assert answer.shape == (300, 4)
 
     asyncio.run(run())
+
+
+def test_an_asynchronous_client_is_of_the_loop_of_its_first_call(service):
+    client = AsyncMoeClient(service.address, timeout=20)  # where no loop runs
+
+    async def call() -> tuple[int, ...]:
+        return (await client.forward(3, *rows(2))).shape
+
+    async def calls() -> None:
+        assert await call() == (2, 4)
+        assert await call() == (2, 4)
+        with pytest.raises(RuntimeError, match="belongs to another event loop"):
+            await asyncio.to_thread(asyncio.run, call())
+        await client.close()
+        with pytest.raises(MoeError, match="client_closed"):
+            await call()
+
+    asyncio.run(calls())
+    with pytest.raises(RuntimeError, match="belongs to another event loop"):
+        asyncio.run(call())

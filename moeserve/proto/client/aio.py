@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class AsyncMoeClient:
-    """Calls the experts behind `address` from one event loop; MoeClient says what arguments mean.
+    """Calls the experts behind `address` from one event loop, that of its first call; MoeClient says what
+    arguments mean.
 
     A call that is cancelled is given up on its lane too.
     """
@@ -48,11 +49,26 @@ class AsyncMoeClient:
         credentials: Credentials | None = None,
     ) -> None:
         self.address = address
-        connect = partial(AsyncLink, credentials=credentials)
-        self._core = Core(connect, Settings(model, Patience.of(timeout), lane, transport))
-        self._door = connect(address, MAX_MESSAGE_BYTES)
+        self._connect = partial(AsyncLink, credentials=credentials)
+        self._core = Core(self._connect, Settings(model, Patience.of(timeout), lane, transport))
+        self._of_loop: tuple[asyncio.AbstractEventLoop, AsyncLink] | None = None
+        if credentials is not None:
+            credentials.check_address(address)
         self._finding = asyncio.Lock()
         self._anew: asyncio.Task[None] | None = None  # asks for the lanes beside calls
+
+    @property
+    def _door(self) -> AsyncLink:
+        """The way to the front door, made by the first call: gRPC binds it to the event loop that runs then.
+        Raises RuntimeError in another one.
+        """
+        loop = asyncio.get_running_loop()
+        if self._of_loop is None:
+            self._of_loop = loop, self._connect(self.address, MAX_MESSAGE_BYTES)
+        of, door = self._of_loop
+        if of is not loop:
+            raise RuntimeError("this client belongs to another event loop; make another one in this loop")
+        return door
 
     # Options are checked when these are called, before anybody awaits them; so they are no `async def`.
 
@@ -205,6 +221,7 @@ class AsyncMoeClient:
     async def _reply(
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
     ) -> Reply:
+        self._check_open()
         checked, lanes = self._core.call(layer, hidden, route, options), self._core.lanes
         if lanes.due():
             self._anew = asyncio.create_task(self._find_anew())
