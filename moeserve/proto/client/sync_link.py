@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class Link:
         )
         self.regions = RegionPool()
         self.streams = StreamPool(self.lane)
+        self._lock = threading.Lock()
         self._regions = weakref.WeakSet[RemoteRegion]()  # that were made, also for tensors of the caller
         self._data = DataConnections(address, self._ask_connection, credentials)
         self.closed = False
@@ -126,8 +128,10 @@ class Link:
             self.regions.give_back()  # idle regions of other sizes, which take the lane's room
             raise
         region = RemoteRegion.open(made, self.address)
-        self._regions.add(region)
-        if self.closed:  # meanwhile
+        with self._lock:
+            self._regions.add(region)
+            closed = self.closed
+        if closed:  # meanwhile
             region.end()
         return region
 
@@ -248,9 +252,11 @@ class Link:
 
     def close(self) -> None:
         """Closes the channel and gives all regions back; calls that run here end as Unavailable."""
-        self.closed = True
+        with self._lock:
+            self.closed = True
+            regions = list(self._regions)
         self._data.close()
-        for region in list(self._regions):
+        for region in regions:
             region.end()
         self.streams.close()
         self.regions.close()

@@ -367,8 +367,10 @@ class LaneClient(MoeClient):
                 self._refusals.limited(kind, MOST_ROWS)
                 line.close(min(DETACH_SECONDS, clock.remaining))
                 return None
-            self._lines.add(line)
-            if self._closed:  # meanwhile
+            with self._lock:
+                self._lines.add(line)
+                closed = self._closed
+            if closed:  # meanwhile
                 line.end()
             return line
         except MoeError as refused:
