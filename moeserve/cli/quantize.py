@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -81,9 +82,10 @@ def run(args: argparse.Namespace) -> int:
 def size_of(text: str) -> int:
     """Returns the bytes of `500MiB`, `4GiB`, `5GB` or a positive number. Raises ValueError for others."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2].upper() not in UNITS or float(found[1]) * UNITS[found[2].upper()] < 1:
+    size = 0.0 if found is None else float(found[1]) * UNITS.get(found[2].upper(), 0)
+    if not 1 <= size < math.inf:
         raise ValueError(f"--shard-size={text!r} must be a size, as 500MiB or {SHARD_SIZE}")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(size)
 
 
 def _formats() -> str:

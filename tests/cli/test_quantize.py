@@ -29,7 +29,7 @@ from moeserve.checkpoints.writing.shards import ShardFile
 from moeserve.checkpoints.writing.targets import TARGETS, target_named
 from moeserve.cli import main
 from moeserve.cli.quantize import size_of
-from moeserve.quant.formats.fp8 import FP8_BLOCK
+from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_TENSOR
 
 SCHEMES = {
     "fp8": "fp8_channel x fp8_token",
@@ -349,7 +349,9 @@ def not_a_number(source: Path, _: Path) -> None:
 
 def attention_too(source: Path, _: Path) -> None:
     quantize_fp8_block(source)
-    rewrite(source, lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(1)})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes, scale = FP8_TENSOR.quantize(tensors_of(source)[name].float()).parts
+    rewrite(source, lambda tensors: tensors | {name: codes, f"{name}_scale": scale})
 
 
 @pytest.mark.parametrize(
@@ -478,7 +480,7 @@ def test_sizes(text: str, size: int) -> None:
     assert size_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1GiB", "4 gallons", "0.0001KiB"])
+@pytest.mark.parametrize("text", ["", "0", "-1GiB", "4 gallons", "0.0001KiB", "9" * 400])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="must be a size"):
         size_of(text)

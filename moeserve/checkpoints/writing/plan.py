@@ -19,8 +19,14 @@ from moeserve.checkpoints.writing.shards import Declared
 from moeserve.checkpoints.writing.targets import Target
 from moeserve.checkpoints.writing.units import INVERSE_SCALE, Copied, Decoded, Expert, Unit, expert_tensors
 
-QUANTIZED = re.compile(r"(?:.*_)?(?:scale(?:s|_inv|_2)?|packed|zero_point|g_idx|qweight|qzeros|blocks)")
-"""Fits the last word in the name of a tensor that only quantized modules have."""
+SCALING = re.compile(r"(?:.*_)?(?:scale(?:s|_inv|_2)?|packed|zero_point|g_idx|qweight|qzeros|blocks)")
+"""Fits the last word in the name of a tensor that quantized modules have, and some others, too."""
+
+CODES = re.compile(r"(?:.*_)?(?:packed|qweight|qzeros|blocks)")
+"""Fits the last word in the name of a tensor with packed codes, which are whole numbers."""
+
+BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+"""dtypes of codes of any name."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +91,35 @@ def _others(source: Checkpoint, store: TensorStore, names: list[str]) -> Iterato
     for name in names:
         if DTYPES.get(store.entries[name].dtype) is None:
             raise CheckpointError(f"tensor {name} has the unknown dtype {store.entries[name].dtype}")
-        if source.quantization is None:
-            yield name, Copied(store, name)
-        elif name + INVERSE_SCALE in store and len(store.entries[name].shape) == 2:
+    if source.quantization is None:
+        yield from ((name, Copied(store, name)) for name in names)
+        return
+    blocks = {name for name in names if name + INVERSE_SCALE in store and len(store.entries[name].shape) == 2}
+    quantized = {_module(name) for name in names if _holds_codes(store, name)}
+    for name in names:
+        if name in blocks:
             yield name, Decoded(store, name, source.dtype)
-        elif name.endswith(INVERSE_SCALE) and name.removesuffix(INVERSE_SCALE) in store:
+        elif name.removesuffix(INVERSE_SCALE) in blocks:
             continue
-        elif QUANTIZED.fullmatch(name.rpartition(".")[2]):
+        elif _module(name) in quantized and SCALING.fullmatch(name.rpartition(".")[2]):
             raise CheckpointError(
                 f"{source.path} quantizes more than its experts, as {name}; only experts are written "
-                f"anew, and only FP8 in 128x128 blocks is decoded beside them: "
+                f"anew, and only FP8 matrices in 128x128 blocks are decoded beside them: "
                 f"start from the unquantized checkpoint"
             )
         else:
             yield name, Copied(store, name)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _holds_codes(store: TensorStore, name: str) -> bool:
+    """Whether a tensor holds codes, which mean nothing without the scales beside it."""
+    dtype = DTYPES[store.entries[name].dtype]
+    packed = CODES.fullmatch(name.rpartition(".")[2]) is not None
+    return dtype in BYTES or (packed and not dtype.is_floating_point)
 
 
 def _experts(

@@ -29,6 +29,7 @@ CONFIG = "config.json"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "expert_dtype")
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", PARTIAL)
 NOT_COPIED = (CONFIG, RECORD, *QUANTIZATION_FILES)
+TEMPLATES = "additional_chat_templates"  # the one folder that transformers reads beside the weights
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were written since the last call."""
@@ -168,6 +169,10 @@ class Rewrite:
         for path in sorted(self.source.path.iterdir()):
             if path.is_file() and not path.name.endswith(WEIGHTS) and path.name not in NOT_COPIED:
                 _copy(path, self.destination / path.name)
+        for path in sorted((self.source.path / TEMPLATES).glob("*")):
+            if path.is_file():
+                (self.destination / TEMPLATES).mkdir(exist_ok=True)
+                _copy(path, self.destination / TEMPLATES / path.name)
         placed = {name: shard.name for shard in self.plan.shards for name in shard.declared}
         index = {"metadata": {"total_size": self.plan.nbytes}, "weight_map": dict(sorted(placed.items()))}
         write_whole(self.destination / INDEX, json.dumps(index, indent=2) + "\n")

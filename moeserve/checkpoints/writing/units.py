@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.dialects.fp8_block import SCALES
 from moeserve.checkpoints.names import LayerNames
 from moeserve.checkpoints.store import DTYPES, CheckpointError, TensorStore
 from moeserve.checkpoints.stored import bias_name
@@ -59,11 +60,35 @@ class Copied:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A matrix in FP8 blocks that is decoded to the model's dtype."""
+    """A matrix in FP8 blocks that is decoded to the model's dtype.
+
+    Raises CheckpointError for a matrix or a scale of another dtype or shape than blocks of 128x128 have.
+    """
 
     store: TensorStore
     name: str
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        height, columns = self.store.entries[self.name].shape
+        rows, across = FP8_BLOCK.block
+        blocks = (-(-height // rows), -(-columns // across))
+        for name, dtypes, shape in (
+            (self.name, FP8_BLOCK.parts[0].dtype, (height, columns)),
+            (self.scale, SCALES, blocks),
+        ):
+            entry, wanted = self.store.entries[name], (dtypes if isinstance(dtypes, tuple) else (dtypes,))
+            if DTYPES[entry.dtype] not in wanted or entry.shape != shape:
+                codes = " or ".join(code for code, dtype in DTYPES.items() if dtype in wanted)
+                raise CheckpointError(
+                    f"tensor {name} must be {codes} {list(shape)}, found {entry.dtype} {list(entry.shape)}: "
+                    f"beside the experts only FP8 in {rows}x{across} blocks is decoded"
+                )
+
+    @property
+    def scale(self) -> str:
+        """The name of the tensor with a scale for each block."""
+        return self.name + INVERSE_SCALE
 
     @property
     def declared(self) -> Mapping[str, Declared]:
@@ -71,15 +96,21 @@ class Decoded:
         return {self.name: Declared(self.dtype, self.store.entries[self.name].shape)}
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensor in pieces of as many whole rows of blocks as fit."""
+        """Yields the tensor in pieces of as many whole rows of blocks as fit.
+
+        Raises CheckpointError for a scale that is not finite or is negative.
+        """
         height, columns = self.store.entries[self.name].shape
         block = FP8_BLOCK.block[0]
         rows = max(1, PIECE_BYTES // (4 * block * max(columns, 1))) * block
         for start in range(0, height, rows):
             stop = min(start + rows, height)
             codes = self.store.read(self.name, slice(start, stop)).clone()
-            scale = self.store.read(self.name + INVERSE_SCALE, slice(start // block, -(-stop // block)))
-            matrix = Packed(FP8_BLOCK, codes.shape, (codes, scale.float()))
+            scale = self.store.read(self.scale, slice(start // block, -(-stop // block))).float()
+            if not (sound := scale.isfinite() & (scale >= 0)).all():
+                worst = scale[~sound].flatten()[0].item()
+                raise CheckpointError(f"scale {self.scale} must be finite and not negative, found {worst}")
+            matrix = Packed(FP8_BLOCK, codes.shape, (codes, scale))
             yield self.name, matrix.dequantize().to(self.dtype)
 
 
