@@ -12,8 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.cli.arguments.remote import add_credentials, address, client_of
-from moeserve.experts.load import PHASES, Load, LoadTrace, LoadWindow, head_line, read_trace, window_line
+from moeserve.experts.load import (
+    PHASES,
+    TORCH,
+    Load,
+    LoadTrace,
+    LoadWindow,
+    head_line,
+    is_trace,
+    read_trace,
+    window_line,
+)
 from moeserve.proto import moe_pb2
+
+LONGEST_WINDOW = 365 * 24 * 3600.0  # seconds
 
 EXPLAINED = """\
 A trace has one line a window and phase: prefill where lanes bring many rows to a step, decode where few. The
@@ -54,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     """Writes windows until there are enough or SIGINT comes; prints a line each. Raises ValueError."""
     if (args.address is None) == (args.files is None):
         raise ValueError("give the HOST:PORT of a service, or --from FILE, and not both")
-    if args.window < 1 or args.windows < 0:
+    if not 1 <= args.window <= LONGEST_WINDOW or args.windows < 0:
         raise ValueError(
             f"--window={args.window:g} must be 1 second or more (ranks report about once a second), "
-            f"and --windows={args.windows} 0 or more"
+            f"and a year at most, and --windows={args.windows} 0 or more"
         )
     out = Path(args.out)
     if args.files is not None:
@@ -140,14 +152,27 @@ def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int
 
 def read_head(out: Path, args: argparse.Namespace) -> tuple[tuple[int, ...], int] | None:
     """Returns layers and experts of the trace to append to; None where a new one begins, which can be
-    written. Raises ValueError.
+    written. Raises ValueError, also for a file that is no trace: lines at its end would damage it.
     """
+    if out.suffix == TORCH:
+        raise ValueError(
+            f"--out {out} would be read as a file of torch: give the trace another ending than .pt"
+        )
     if not out.exists():
         if not os.access(out.parent, os.W_OK | os.X_OK):
             raise ValueError(f"--out {out} cannot be written: {out.parent} is no folder to write in")
         return None
     if not args.append:
         raise ValueError(f"{out} is there already; --append goes on with it, --out FILE takes another")
+    try:
+        goes_on = is_trace(out)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be read: {error.strerror}") from error
+    if not goes_on:
+        raise ValueError(
+            f"--out {out} is no trace of moeserve, and --append goes on with nothing else; take another FILE "
+            f"(--from {out} puts counts into a trace)"
+        )
     trace = read_trace(out)
     return trace.layers, trace.experts
 

@@ -16,6 +16,7 @@ PHASES = ("decode", "prefill")
 
 TRACE = "moeserve.load"
 VERSION = 1
+TORCH = ".pt"  # how files of torch are called
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,22 +87,25 @@ def read_trace(path: Path | str) -> LoadTrace:
     """The trace in a file of any of the formats `LoadTrace` names. Raises ValueError that names the file."""
     path = Path(path)
     try:
-        if path.suffix == ".pt":
+        if path.suffix == TORCH:
             import torch
 
             return _published(torch.load(path, map_location="cpu", weights_only=True))
         text = path.read_text()
-        first = (
-            json.loads(text.split("\n", 1)[0] or "null")
-            if text.startswith(f'{{"format": "{TRACE}"')
-            else None
-        )
+        first = json.loads(text.split("\n", 1)[0] or "null") if text.startswith(_BEGINNING) else None
         return _ours(first, text.splitlines()[1:]) if first else _published(json.loads(text))
     except OSError as error:
         raise ValueError(f"cannot read the load file {path}: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is not a load file: {reason}") from error
+
+
+def is_trace(path: Path | str) -> bool:
+    """Whether a file is a trace in our own format, which alone can be gone on with. Raises OSError."""
+    path = Path(path)
+    with path.open("rb") as file:
+        return path.suffix != TORCH and file.read(len(_BEGINNING)) == _BEGINNING.encode()
 
 
 def write_trace(trace: LoadTrace, path: Path | str) -> None:
@@ -121,6 +125,10 @@ def window_line(window: LoadWindow) -> str:
     tokens = [[int(count) if count == int(count) else count for count in row] for row in window.load.tokens]
     fields: dict[str, Any] = {"start": window.start, "seconds": window.seconds, "phase": window.phase}
     return json.dumps(fields | {"tokens": tokens})
+
+
+_BEGINNING = f'{{"format": "{TRACE}"'
+"""How the first line of our own format begins."""
 
 
 def _ours(head: dict[str, Any], lines: Sequence[str]) -> LoadTrace:

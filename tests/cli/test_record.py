@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moeserve.cli import main
 from moeserve.cli.record import Recorder, recorded
@@ -104,6 +105,8 @@ def test_count_files_become_a_trace_that_can_be_gone_on_with(
         ([], "give the HOST:PORT of a service, or --from FILE, and not both"),
         (["127.0.0.1:1", "--from", "COUNTS"], "and not both"),
         (["127.0.0.1:1", "--window", "0.5"], "--window=0.5 must be 1 second or more"),
+        (["127.0.0.1:1", "--window", "nan"], "--window=nan must be 1 second or more"),
+        (["127.0.0.1:1", "--window", "inf"], "and a year at most"),
         (["127.0.0.1:1", "--windows", "-1"], "--windows=-1 0 or more"),
         (["--from", "nowhere.json"], "cannot read the load file nowhere.json"),
         (["--from", "COUNTS", "--out", "nowhere/trace.jsonl"], "nowhere is no folder to write in"),
@@ -126,6 +129,32 @@ def test_what_it_refuses(
     words = [counts[0] if word == "COUNTS" else word for word in words if word != "THERE"]
     assert main(["record", "--out", str(out), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["counts.json", "counts.pt", "empty.jsonl", "bare.jsonl", "folder"])
+def test_what_is_no_trace_is_not_appended_to(
+    name: str, counts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / name
+    loads = {"logical_count": [[0, 0], [1, 4], [5, 1]]}
+    if name == "folder":
+        out.mkdir()
+    elif name.endswith(".pt"):
+        torch.save(loads, out)
+    else:
+        out.write_text({"counts.json": json.dumps(loads), "bare.jsonl": "[[1, 4], [5, 1]]\n"}.get(name, ""))
+    before = out.read_bytes() if out.is_file() else b""
+    assert main(["record", "--from", counts[0], "--out", str(out), "--append"]) == 2
+    assert f"--out {out} " in capsys.readouterr().err
+    assert (out.read_bytes() if out.is_file() else b"") == before
+
+
+def test_a_new_trace_is_not_called_as_files_of_torch_are(
+    counts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["record", "--from", counts[0], "--out", str(tmp_path / "trace.pt")]) == 2
+    assert "give the trace another ending than .pt" in capsys.readouterr().err
+    assert not (tmp_path / "trace.pt").exists()
 
 
 def test_a_service_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
