@@ -194,18 +194,15 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
         if not isinstance(pairs, tuple):
             raise TypeError(f"it is no JSON object but a {type(pairs).__name__}")
         declared = [(name, dict(fields)) for name, fields in pairs if name != "__metadata__"]
-        entries = [
-            (name, _entry(file, fields, LENGTH_BYTES + length), fields["data_offsets"][1])
-            for name, fields in declared
-        ]
+        entries = [(name, _entry(file, fields, LENGTH_BYTES + length)) for name, fields in declared]
     except (ValueError, *ODD_VALUES) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file: its header cannot be read ({error})"
         ) from error
-    end = LENGTH_BYTES + length + max((stop for _, _, stop in entries), default=0)
+    end = max((entry.start + entry.nbytes for _, entry in entries), default=LENGTH_BYTES + length)
     if size < end:
         raise CheckpointError(f"{file} is truncated: its header declares {end} bytes, found {size}")
-    for name, entry, _ in entries:
+    for name, entry in entries:
         width = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else None
         if width is not None and prod(entry.shape) * width != entry.nbytes:
             expected = f"{entry.dtype} {list(entry.shape)}, {prod(entry.shape) * width} bytes"
@@ -213,12 +210,36 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
                 f"tensor {name} of {file} is declared {expected}, but has {entry.nbytes} bytes"
             )
         yield name, entry
+    _check_whole(file, entries, LENGTH_BYTES + length, size)
 
 
 def _entry(file: Path, fields: Mapping[str, Any], before: int) -> Entry:
-    start, stop = fields["data_offsets"]
-    shape = tuple(int(size) for size in fields["shape"])
-    return Entry(file, str(fields["dtype"]), shape, stop - start, before + start)
+    """Returns the place of a tensor whose data begin `before` the offsets. Raises ValueError."""
+    offsets, shape = _counts(fields["data_offsets"], "data_offsets"), _counts(fields["shape"], "shape")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"data_offsets={offsets} are no begin and end")
+    return Entry(file, str(fields["dtype"]), tuple(shape), offsets[1] - offsets[0], before + offsets[0])
+
+
+def _counts(found: object, name: str) -> list[int]:
+    if not isinstance(found, list) or not all(type(entry) is int and entry >= 0 for entry in found):
+        raise ValueError(f"{name}={found!r} must be a list of whole numbers that are not negative")
+    return found
+
+
+def _check_whole(file: Path, entries: list[tuple[str, Entry]], first: int, size: int) -> None:
+    """Raises CheckpointError unless tensors fill the file from `first` to its end."""
+    end, before = first, "the header"
+    for name, entry in sorted(entries, key=lambda pair: (pair[1].start, pair[1].nbytes)):
+        if entry.start != end:
+            kind = "overlaps" if entry.start < end else "leaves a gap after"
+            raise CheckpointError(
+                f"{file} is damaged: tensor {name} begins at byte {entry.start} and {kind} {before}, "
+                f"which ends at {end}"
+            )
+        end, before = end + entry.nbytes, f"tensor {name}"
+    if end != size:
+        raise CheckpointError(f"{file} is damaged: {size - end} bytes follow its last tensor")
 
 
 def opened(file: Path) -> BinaryIO:

@@ -57,6 +57,7 @@ class Progress:
     in_flight: int
     holds: bool = False  # lanes keep their jobs, and take more, until the group serves again
     broken: bool = False  # the group formed anew because something failed, not for members who come or leave
+    aborted: str = ""  # why the last generation ended, until one serves
 
 
 class Coordinator:
@@ -377,4 +378,5 @@ class Coordinator:
             steps.running + lone.running,
             self.generations.holds,
             self.generations.broken,
+            self.generations.aborted,
         )

@@ -57,6 +57,7 @@ class Now(NamedTuple):
     metrics: tuple[str, ...]  # host:port of every exporter that is up
     wanted: frozenset[int] | None  # ranks that are to have a process; None while the head does not know
     versions: int = 1  # of the weights that the group has served, or is about to
+    aborted: str = ""  # why the last generation ended, until one serves
 
 
 class GiveUp(NamedTuple):
@@ -195,7 +196,7 @@ def now_of(head: HeadProcess) -> Now:
     progress = head.coordinator.progress()
     metrics, wanted = tuple(head.metrics_targets()), head.coordinator.wanted_seats
     versions = len(head.coordinator.epoch.weights)
-    return Now(progress.state, progress.reason, seated(head), metrics, wanted, versions)
+    return Now(progress.state, progress.reason, seated(head), metrics, wanted, versions, progress.aborted)
 
 
 def _picklable(error: Exception) -> Exception:

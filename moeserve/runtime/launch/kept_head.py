@@ -170,6 +170,8 @@ class KeptHead:
         if state in ENDED:
             raise RuntimeError(reason)
         if state != "serving":
+            if (before := self._now.aborted) and before != reason:
+                reason += f"; before: {before}"
             raise TimeoutError(f"the group did not serve within {seconds:.0f} s: {reason}")
 
     def stop(self) -> None:

@@ -125,6 +125,7 @@ def test_members_that_cannot_prepare_at_the_first_start_are_tried_again_and_repo
         for one in members:
             one.entry("abort")
     assert coordinator.generations._rendezvous._retries.failures == 6
+    assert coordinator.progress().aborted == "rank 0: prepare failed: no such tensor"
     with pytest.raises(TimeoutError, match=r"did not serve within .*no such tensor"):
         coordinator.wait_serving(0.1)
     for one in members:

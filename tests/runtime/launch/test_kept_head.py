@@ -35,6 +35,7 @@ class Heads:
         self.before_start: Callable[[], None] = lambda: None
         self.serving, self.lasts = True, SECONDS
         self.beats = True  # it says all the time that it is alive
+        self.aborted = ""  # why its last generation ended
 
     Pipe = staticmethod(multiprocessing.Pipe)
 
@@ -61,7 +62,7 @@ class FakeHead:
     def _run(self) -> None:
         self._pipe.send(Up("127.0.0.1:1", ""))
         state = "serving" if self._heads.serving else "forming"
-        now = Now(state, "", {}, (), RANKS, versions=3)
+        now = Now(state, "", {}, (), RANKS, versions=3, aborted=self._heads.aborted)
         self._pipe.send(now)
         until = time.monotonic() + self._heads.lasts
         while not self.killed.is_set() and time.monotonic() < until:
@@ -201,3 +202,16 @@ def test_a_host_that_starts_no_process_now_may_start_one_later() -> None:
     until(lambda: len(heads.made) == 4 and heads.made[3].is_alive())
     until(lambda: kept.state()[0] == "serving")
     kept.stop()
+
+
+def test_a_start_that_takes_too_long_names_what_a_rank_reported_last() -> None:
+    heads = Heads()
+    heads.serving, heads.aborted = False, "rank 1: 'prepare' failed: CheckpointError: no such tensor"
+    kept = kept_by(heads)
+    kept.start()
+    try:
+        until(lambda: bool(kept._now.aborted))
+        with pytest.raises(TimeoutError, match=r"did not serve within .*; before: rank 1: .* no such tensor"):
+            kept.wait_serving(0.05)
+    finally:
+        kept.stop()
