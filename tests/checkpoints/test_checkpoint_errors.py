@@ -96,6 +96,18 @@ PLAIN: dict[str, tuple[Damage, str]] = {
         "belongs to a LoRA adapter, which is not served: merge it first",
     ),
     "LoRA adapter": (write("adapter_config.json", "{}"), "is a LoRA adapter, which is not served"),
+    "no number of layers": (
+        config(num_hidden_layers=10**9),
+        "config.json: num_hidden_layers=1000000000 is wrong: at most 4096 layers are read",
+    ),
+    "no number of experts": (
+        config(num_experts=10**9),
+        "config.json: num_experts=1000000000 is wrong: at most 65536 experts a layer are read",
+    ),
+    "no number of layers of a family that its class tells of": (
+        config(model_type="olmoe2", num_hidden_layers=[10**9]),
+        "config.json: num_hidden_layers=[1000000000] is wrong: at most 4096 layers are read",
+    ),
     "zero-experts": (
         config(zero_expert_num=4),
         "zero_expert_num=4: zero-experts of qwen3_moe are not served",

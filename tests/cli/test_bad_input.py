@@ -126,6 +126,13 @@ def test_fewer_gpus_than_ranks(
     assert "4 ranks need a GPU each, and this machine has 2" in said
 
 
+@pytest.mark.parametrize("layers", ["0-1000000000", "65536", "9" * 30])
+def test_layers_that_no_model_has(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", f"--layers={layers}"])
+    assert "names a layer beyond 65535, which no model has" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("layers", ["two", "5-3", "1,,2", "-1"])
 def test_layers_that_are_no_numbers(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -11,6 +11,7 @@ from typing import Any
 
 from moeserve.checkpoints.families.config import (
     Config,
+    check_counts,
     counts_experts,
     flat,
     nested_configs,
@@ -204,9 +205,12 @@ REFUSED = {
 def family_of(config: Config) -> tuple[ModelFamily, Config]:
     """Returns the family of a model and the config of its text part, with the keys of a nested `ffn_config`.
 
-    Raises CheckpointError, with what is supported, for a family that is not known and cannot be derived.
+    Raises CheckpointError, with what is supported, for a family that is not known and cannot be derived, and
+    for a number of layers or experts that no model has.
     """
     parts = [_meant(part) for part in nested_configs(config)]
+    for part in parts:
+        check_counts(flat(part))
     for part in parts:
         if part.get("model_type") in FAMILIES:
             family = FAMILIES[str(part["model_type"])]

@@ -27,6 +27,7 @@ ALL_INNER_KEYS = (
 )  # of every MLP, dense or not
 HIDDEN_KEYS = ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model")  # of an expert's rows
 DEPTH_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers")
+MOST_LAYERS, MOST_EXPERTS = 1 << 12, 1 << 16  # no model is near, and each costs work at once
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 
 _BESIDE = re.compile(
@@ -70,6 +71,20 @@ def _one(key: str, value: object) -> object:
             f"config.json: {key}={value} differs by layer, and one number serves all layers"
         )
     return value[0]
+
+
+def check_counts(config: Config) -> None:
+    """Raises CheckpointError for more layers or experts than any model has."""
+    for keys, most, what in (
+        (DEPTH_KEYS, MOST_LAYERS, "layers"),
+        (EXPERT_COUNT_KEYS, MOST_EXPERTS, "experts a layer"),
+    ):
+        for key in keys:
+            entries = config[key] if isinstance(config.get(key), list) else [config.get(key)]
+            if any(isinstance(entry, int) and entry > most for entry in entries):
+                raise CheckpointError(
+                    f"config.json: {key}={config[key]} is wrong: at most {most} {what} are read"
+                )
 
 
 def counts_experts(config: Config) -> bool:

@@ -73,6 +73,8 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
 }
 """Flag -> (dotted key of the configuration, type, help)."""
 
+LAST_LAYER = (1 << 16) - 1  # of a range, which is written out before any checkpoint is read
+
 METAVARS = {"--load-as": "SCHEME"}
 """The name of a flag's value in the help, where it is not the flag's last word."""
 
@@ -175,5 +177,9 @@ def numbers(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last))):
             raise argparse.ArgumentTypeError(f"{text!r} must be numbers and ranges, such as 0,2-5")
+        if int(last or first) > LAST_LAYER:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} names a layer beyond {LAST_LAYER}, which no model has"
+            )
         found += range(int(first), int(last or first) + 1)
     return tuple(sorted(set(found)))
