@@ -48,6 +48,14 @@ class Served:
         """The members that the service starts with, its ranks, and the room that is reserved for others."""
         return self.mesh.members(self.max_lanes, self.max_owners)
 
+    def droppable(self, seat: int) -> tuple[int, ...]:
+        """The seats without whose rows a step of `seat` may go on, reserved ones with them; none where it
+        fails.
+        """
+        members = self.members
+        seats = {*members.seats, *range(max(members.max_lanes, members.max_owners))}
+        return () if self.on_late == FAIL else tuple(sorted(seats - {seat}))
+
     def scheme(self, layer: int) -> Scheme:
         """How `layer` computes: whatever the checkpoint leaves in plain floats is in the served dtype."""
         scheme, plain = self.checkpoint.scheme(layer), FLOATS.values()

@@ -190,7 +190,8 @@ class _RankProcess:
         dispatchers = {
             layer: [span.dispatcher.name for span in plan.dispatchers] for layer, plan in plans.items()
         }
-        self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
+        peers = served.droppable(spec.rank)
+        self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers, peers)
         self._telemetry.in_flight(lambda: lane.in_flight)
         self._telemetry.why_not = lambda: lane.closed or ""
         self._telemetry.weights(lambda: (rank.experts.bank.nbytes, rank.experts.bytes_read))

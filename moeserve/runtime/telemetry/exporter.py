@@ -131,10 +131,23 @@ class _LayerCounters:
 
 
 class RankTelemetry(Telemetry):
-    """A rank's metrics. `dispatchers` names the dispatchers of each served layer, by decoder index."""
+    """A rank's metrics. `dispatchers` names the dispatchers of each served layer, by decoder index.
 
-    def __init__(self, model: str, rank: int, version: str, dispatchers: Mapping[int, Iterable[str]]) -> None:
+    Steps may go on without the rows of `peers`. Each of these is counted from 0 on: Prometheus sees no
+    increase in a counter that begins with 1.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        rank: int,
+        version: str,
+        dispatchers: Mapping[int, Iterable[str]],
+        peers: Iterable[int] = (),
+    ) -> None:
         super().__init__(RANK, {"model_name": model, "rank": str(rank)}, version)
+        for peer in peers:
+            self._counter("moe_late_peers_total", peer=str(peer))
         self._layers = {layer: self._bind(str(layer)) for layer in dispatchers}
         names = {name for planned in dispatchers.values() for name in planned}
         self._wires = {name: self._bind_wire(name) for name in names}

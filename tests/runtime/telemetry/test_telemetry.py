@@ -9,14 +9,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import NoPrometheus, binary
 
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
@@ -24,6 +28,8 @@ from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.generations.ready import SOURCES, Cover
 from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
 from moeserve.runtime.keys.sockets import CannotListen
+from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.served import Served
 from moeserve.runtime.step import Phases, StepRecord
 from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
 from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad
@@ -333,6 +339,24 @@ def test_a_port_in_use_names_the_port_and_the_key() -> None:
 def test_a_row_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="moe_x is of kind 'summary'; known: counter, gauge, histogram"):
         Telemetry((Metric("moe_x", "summary", "X."),), {}, "0.1.0")
+
+
+def test_the_first_time_that_a_peer_is_late_is_an_increase() -> None:
+    telemetry = RankTelemetry("m", 0, "0.1.0", {3: ["local"]}, [1, 2])
+    name = "moe_late_peers_total"
+    before = samples(scrape(telemetry))
+    telemetry.observe_step(replace(record(), late=(2,)))
+    after = samples(scrape(telemetry))
+    assert [before[at(name, rank="0", peer=peer)] for peer in "12"] == [0, 0]
+    assert [after[at(name, rank="0", peer=peer)] for peer in "12"] == [0, 1]
+
+
+@pytest.mark.parametrize(("on_late", "seats"), [("drop", (0, 2, 3)), ("fail", ())])
+def test_steps_go_on_without_any_other_seat_where_they_are_to(on_late: str, seats: tuple[int, ...]) -> None:
+    mesh = Mesh.flatten(1, 2, expert_parallel=True)
+    checkpoint = cast(Checkpoint, None)  # of which nothing is asked
+    served = Served(checkpoint, (3,), mesh, torch.bfloat16, 8, on_late=on_late, max_owners=4)
+    assert served.droppable(1) == seats
 
 
 @pytest.mark.timed
