@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from moeserve.torch import ops
@@ -15,6 +16,7 @@ class Ticket(NamedTuple):
 
     number: Tensor  # [1] int64 on the CPU
     hidden: Tensor  # the caller's rows
+    asked: tuple[Tensor, ...] = ()  # what wants a gradient, which there is none of
 
 
 class MoeExperts(nn.Module):
@@ -37,22 +39,21 @@ class MoeExperts(nn.Module):
 
     def forward(self, hidden: Tensor, route: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mixed rows, shaped as `hidden`."""
-        rows = _flat(hidden, route, weights)
+        rows, asked = _flat(hidden, route, weights), ops.asking(hidden, route, weights)
         mixed: Tensor = ops.mixed_experts(self.way.order, *rows, self._number, self.layer)
-        return mixed.reshape(hidden.shape)
+        return ops.ungraded(mixed.reshape(hidden.shape), asked)
 
     def submit(self, hidden: Tensor, route: Tensor, weights: Tensor | None = None) -> Ticket:
         """Begins what a call does, for shared experts meanwhile. The tensors may not change until `wait`."""
         rows = _flat(hidden, route, weights)
         number: Tensor = ops.submit_experts(self.way.order, *rows, self._number, self.layer)
-        return Ticket(number, hidden)
+        return Ticket(number, hidden, ops.asking(hidden, route, weights))
 
     def wait(self, ticket: Ticket) -> Tensor:
         """The answer of what `submit` began."""
-        hidden = ticket.hidden
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        flat = _rows_of(ticket.hidden)
         mixed: Tensor = ops.wait_experts(self.way.order, ticket.number, flat, self._number)
-        return mixed.reshape(hidden.shape)
+        return ops.ungraded(mixed.reshape(ticket.hidden.shape), ticket.asked)
 
     def exchange(
         self, ticket: Ticket, hidden: Tensor, route: Tensor, weights: Tensor | None = None
@@ -60,14 +61,14 @@ class MoeExperts(nn.Module):
         """Begins a call as `submit` does, and returns its ticket with the answer of `ticket`, as `wait` does:
         of other rows of the batch, which have their attention next. From a GPU to a GPU it is one kernel.
         """
-        rows, before = _flat(hidden, route, weights), ticket.hidden
-        flat = before.reshape(-1, before.shape[-1])
+        rows, flat = _flat(hidden, route, weights), _rows_of(ticket.hidden)
         number: Tensor
         mixed: Tensor
         number, mixed = ops.exchange_experts(
             self.way.order, *rows, ticket.number, flat, self._number, self.layer
         )
-        return Ticket(number, hidden), mixed.reshape(before.shape)
+        answer = ops.ungraded(mixed.reshape(ticket.hidden.shape), ticket.asked)
+        return Ticket(number, hidden, ops.asking(hidden, route, weights)), answer
 
     def extra_repr(self) -> str:
         """What is printed of it."""
@@ -76,5 +77,10 @@ class MoeExperts(nn.Module):
 
 def _flat(hidden: Tensor, route: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The tensors with one dimension of rows."""
-    flat = None if weights is None else weights.reshape(-1, weights.shape[-1])
-    return hidden.reshape(-1, hidden.shape[-1]), route.reshape(-1, route.shape[-1]), flat
+    return _rows_of(hidden), _rows_of(route), None if weights is None else _rows_of(weights)
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """The tensor with one dimension of rows, and without its gradient."""
+    tensor = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -145,6 +145,43 @@ def test_compilers_drop_join_and_reorder_no_call(backend: str) -> None:
         assert way.asked == wanted
 
 
+@pytest.mark.parametrize("backend", ["none", "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("asks", ["hidden", "weights", "logits"])
+def test_a_forward_pass_in_grad_mode_is_as_ever_and_its_backward_says_that_there_is_none(
+    backend: str, asks: str
+) -> None:
+    torch._dynamo.reset()
+    way = Noted()
+    experts = MoeExperts(way, 0)
+
+    def model(hidden: Tensor, route: Tensor, weights: Tensor | None) -> Tensor:
+        ticket = experts.submit(hidden, route, weights)
+        answer = experts(hidden, route, weights)
+        last, mixed = experts.exchange(ticket, hidden, route, weights)
+        return answer.relu() + mixed.relu() * experts.wait(last)
+
+    run = model if backend == "none" else torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for rows in (3, 5):
+        hidden, ids = torch.randn(2, rows, 8), torch.zeros(2, rows, 2, dtype=torch.int32)
+        given = (
+            [hidden, torch.randn(2, rows, 4), None]
+            if asks == "logits"
+            else [hidden, ids, torch.ones(2, rows, 2)]
+        )
+        with torch.no_grad():
+            wanted = model(*given)
+        asking = given[{"hidden": 0, "weights": 2, "logits": 1}[asks]]
+        assert asking is not None
+        asking.requires_grad_()
+        way.asked.clear()
+        answer = run(*given)
+        assert torch.equal(answer, wanted) and answer.requires_grad
+        assert [what for what, _ in way.asked] == ["submit", "mixed", "submit", "wait", "wait"]
+        with pytest.raises(RuntimeError, match=r"give no gradients; call the model under torch\.no_grad"):
+            answer.sum().backward()
+        assert len(way.asked) == 5
+
+
 def test_a_way_that_is_gone_is_named() -> None:
     experts = MoeExperts(Noted(), 0)
     number = experts._number
