@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -102,7 +103,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add(
         "--budget",
         type=int,
-        default=UNLIMITED,
         metavar="MOVES",
         help="most moves of one rebalance, all layers",
     )
@@ -135,6 +135,9 @@ def run(args: argparse.Namespace) -> int:
         rates |= {"weight_bits": WEIGHT_BITS[args.weights]}
     sizes, source = sizes_of(args, head, {name: rates[name] for name in SIZE_NAMES if name in rates})
     _check_sizes(args, sizes)
+    if sizes is not None and sizes.top_k > head.experts:
+        raise ValueError(f"--top-k={sizes.top_k} must be {head.experts} at most, the experts of a layer")
+    _check_budgets(args, 1 if serve is None and len(loads) == 1 else 2)
     model = measured(args.measured, args.weights or "fp8") if args.measured else CostModel()
     model = replace(model, **(rates | (asdict(sizes) if sizes else {})))
     said = sizes.line(source) if sizes else source
@@ -156,6 +159,21 @@ def _check_sizes(args: argparse.Namespace, sizes: Sizes | None) -> None:
         ):
             if wanted:
                 raise ValueError(f"{flag} needs the sizes of the model's experts: {WAY_OUT}")
+
+
+def _check_budgets(args: argparse.Namespace, workloads: int) -> None:
+    """Says where a budget has no effect. Raises ValueError for one that is negative."""
+    for flag, most in (("--budget", args.budget), ("--budget-bytes", args.budget_bytes)):
+        if most is None:
+            continue
+        if most < 0:
+            raise ValueError(f"{flag}={most} must be 0 or more")
+        if workloads == 1:
+            print(
+                f"moeserve simulate: {flag}={most} has no effect: it bounds rebalances, and one workload has "
+                f"none; give a second --load, or --serve",
+                file=sys.stderr,
+            )
 
 
 def workloads(
@@ -190,7 +208,7 @@ def _size(trace: LoadTrace) -> str:
 def _rows(
     args: argparse.Namespace, loads: list[Load], serve: Load | None, head: LoadTrace, model: CostModel
 ) -> Iterator[dict[str, Any]]:
-    budget = args.budget
+    budget = UNLIMITED if args.budget is None else args.budget
     if args.budget_bytes is not None:
         budget = min(budget, args.budget_bytes // model.expert_bytes)
     settings = [
@@ -198,6 +216,8 @@ def _rows(
         for ranks in args.ranks
         for redundant in args.redundant
     ]
+    if args.groups < 1 or head.experts % args.groups:
+        raise ValueError(f"--groups={args.groups} must divide the {head.experts} experts of a layer")
     for setting in settings:
         for name in args.policy:
             wish = Wish(args.nodes, args.groups, args.worth, _objective(args.objective, setting))

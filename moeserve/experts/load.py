@@ -88,9 +88,7 @@ def read_trace(path: Path | str) -> LoadTrace:
     path = Path(path)
     try:
         if path.suffix == TORCH:
-            import torch
-
-            return _published(torch.load(path, map_location="cpu", weights_only=True))
+            return _published(_of_torch(path))
         text = path.read_text()
         first = json.loads(text.split("\n", 1)[0] or "null") if text.startswith(_BEGINNING) else None
         return _ours(first, text.splitlines()[1:]) if first else _published(json.loads(text))
@@ -99,6 +97,18 @@ def read_trace(path: Path | str) -> LoadTrace:
     except (ValueError, TypeError, KeyError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is not a load file: {reason}") from error
+
+
+def _of_torch(path: Path) -> object:
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # whatever torch finds wrong with a file
+        said = str(error).strip().partition("\n")[0]
+        raise ValueError(f"torch cannot read it: {said or type(error).__name__}") from error
 
 
 def is_trace(path: Path | str) -> bool:

@@ -214,6 +214,18 @@ def test_a_budget_binds(files: tuple[str, str], capsys: pytest.CaptureFixture[st
     assert not any(row["moves_per_layer"] for row in free)
 
 
+def test_a_budget_of_one_workload_is_said_to_have_no_effect(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", "--ranks", "4", "--policy", "eplb", "--budget", "0", "--json", "--load", files[0]]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)[0]["moves_per_layer"]
+    assert "--budget=0 has no effect: it bounds rebalances, and one workload has none" in shown.err
+    assert main([*words, "--serve", files[1]]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_windows_of_one_phase_are_planned_for(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,6 +342,13 @@ def test_pictures_are_drawn(
             ["--ranks", "4", "--budget-bytes", "9"],
             "--budget-bytes needs the sizes of the model",
         ),
+        (["--ranks", "4", "--budget", "-1"], "--budget=-1 must be 0 or more"),
+        (["--ranks", "4", *SIZED, "--budget-bytes", "-5"], "--budget-bytes=-5 must be 0 or more"),
+        (["--ranks", "4", "--groups", "0"], f"--groups=0 must divide the {EXPERTS} experts"),
+        (["--ranks", "4", "--groups", "-2"], f"--groups=-2 must divide the {EXPERTS} experts"),
+        (["--ranks", "4", "--groups", "5"], f"--groups=5 must divide the {EXPERTS} experts"),
+        (["--ranks", "4", *SIZED, "--top-k", "999"], f"--top-k=999 must be {EXPERTS} at most"),
+        (["--ranks", "4", "--serve", "GARBAGE"], "garbage.pt is not a load file: torch cannot read it: "),
     ],
 )
 def test_what_it_refuses(
@@ -337,6 +356,10 @@ def test_what_it_refuses(
 ) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"logical_count": [[1, 2]]}')
-    words = [str(other) if word == "OTHER" else word for word in words]
+    garbage = tmp_path / "garbage.pt"
+    garbage.write_bytes(b"PK\x03\x04garbage")
+    named = {"OTHER": str(other), "GARBAGE": str(garbage)}
+    words = [named.get(word, word) for word in words]
     assert main(["simulate", "--load", files[0], *words]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

@@ -40,6 +40,10 @@ class Wish:
     worth: float = 0.014  # the least that pays one move: ranks x drop of largest over mean rank load
     cost: ReplicaCost = field(default_factory=Tokens)
 
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.groups < 1:
+            raise ValueError(f"nodes={self.nodes} and groups={self.groups} must be 1 or more")
+
 
 @dataclass(frozen=True)
 class BalancerEntry:
