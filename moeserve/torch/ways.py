@@ -169,9 +169,14 @@ class Submitted:
         self._round_of: dict[int, int] = {}
         self._rounds = Rounds(MOST_ALIKE)
         self._numbers = itertools.count(1)
+        self._closed = False
 
     def put(self, layer: int, call: Callable[[], Tensor]) -> int:
-        """Has `call`, of `layer`, made after those before it; returns its number."""
+        """Has `call`, of `layer`, made after those before it; returns its number. Raises RuntimeError once it
+        is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this way to the experts was closed")
         number, now = next(self._numbers), self._rounds.at(layer)
         for old in [old for old, of in self._round_of.items() if of < now - 1]:
             del self._round_of[old], self._answers[old]
@@ -198,6 +203,7 @@ class Submitted:
 
     def close(self) -> None:
         """Waits for the calls under way, whose answers nobody takes any more."""
+        self._closed = True
         self._thread.shutdown()
         self._answers.clear()
         self._round_of.clear()

@@ -118,3 +118,20 @@ def test_human_units(nbytes: int, text: str) -> None:
 @pytest.mark.parametrize(("numbers", "text"), [([], "none"), ([4], "4"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
 def test_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"routed_scaling_factor": None}, "has routed_scaling_factor=None, which must be a number"),
+        ({"n_group": {"of": 2}}, "config.json has a value of another kind than expected"),
+    ],
+)
+def test_a_router_that_the_config_does_not_describe_is_named(
+    keys: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("deepseek_v3", tmp_path, n_group=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    assert inspect(str(tmp_path)) == 2
+    assert said in capsys.readouterr().err

@@ -43,6 +43,13 @@ def test_answers_that_nobody_waits_for_are_not_kept_for_ever() -> None:
     submitted.close()
 
 
+def test_a_closed_way_takes_no_call_and_says_so() -> None:
+    way = Remote(cast(MoeClient, Client()))
+    way.close()
+    with pytest.raises(RuntimeError, match="this way to the experts was closed"):
+        way.submit(0, Rows(torch.zeros(1, 4), torch.zeros(1, 2), None))
+
+
 class Client:
     """Answers with the rows."""
 

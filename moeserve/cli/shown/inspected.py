@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import CONFIG, Checkpoint
+from moeserve.checkpoints.store import values_of
 from moeserve.cli.shown.inspect_excluded import brief, excluded_modules
 from moeserve.cli.shown.units import human, ranges
 from moeserve.experts.placement import EMPTY, Placement
@@ -66,7 +67,9 @@ class Inspected:
     def of(cls, checkpoint: Checkpoint, ranks: int) -> Inspected:
         """Makes the summary; reads no weights. Raises CheckpointError, or ValueError for a router."""
         layers = {layer: _layer(checkpoint, layer) for layer in checkpoint.layers}
-        return cls(checkpoint, gate_for(checkpoint.config), layers, _ranks(checkpoint, ranks))
+        with values_of(checkpoint.path / CONFIG):
+            gate = gate_for(checkpoint.config)
+        return cls(checkpoint, gate, layers, _ranks(checkpoint, ranks))
 
     @property
     def nbytes(self) -> int:

@@ -66,6 +66,15 @@ def _first(config: Config, *keys: str, default: Any) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
+def _number(config: Config, key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(
+            f"the config of {config.get('model_type')} has {key}={value!r}, which must be a number"
+        )
+    return float(value)
+
+
 def _softmax(config: Config, *, renormalize: bool) -> Gate:
     method = method_of("softmax", renormalize=renormalize, biased=False, groups=None, scaling=None)
     return Gate(method, *_counts(config))
@@ -93,7 +102,7 @@ def _deepseek_v2(config: Config) -> Gate:
     _expect(config, "scoring_func", only="softmax")
     # transformers ignores this key and others obey it, so a model that sets it has no one right answer
     _expect(config, "norm_topk_prob", only=False)
-    scaling = float(config.get("routed_scaling_factor", 1.0))
+    scaling = _number(config, "routed_scaling_factor", 1.0)
     if config.get("topk_method", "greedy") == "greedy":
         return replace(_softmax(config, renormalize=False), scaling=scaling)
     _expect(config, "topk_method", only="group_limited_greedy")
@@ -112,7 +121,7 @@ def _grouped_sigmoid(
         default = {"n_group": groups, "topk_group": kept, **config}
         grouped = "num_expert_group" if "num_expert_group" in config else "n_group"
         chosen = _required(default, grouped), _required(default, "topk_group")
-        factor = float(config.get("routed_scaling_factor", scaling)) if scales else 1.0
+        factor = _number(config, "routed_scaling_factor", scaling) if scales else 1.0
         renormalize = bool(_first(config, "moe_renormalize", "norm_topk_prob", default=norm))
         method = method_of("sigmoid", renormalize=renormalize, biased=True, groups=chosen[0], scaling=factor)
         numbers = (*_counts(config), *chosen, factor)
@@ -132,7 +141,7 @@ def _biased_sigmoid(key: str = "", scaling: float = 1.0) -> Callable[[Config], G
 
     def gate(config: Config) -> Gate:
         _expect(config, "scoring_func", only="sigmoid")
-        factor = float(config.get(key, scaling)) if key else 1.0
+        factor = _number(config, key, scaling) if key else 1.0
         method = method_of("sigmoid", renormalize=True, biased=True, groups=None, scaling=factor)
         numbers = _counts(config)
         return Gate(method, *numbers, scaling=factor, scoring="sigmoid", renormalize=True, biased=True)
@@ -148,7 +157,7 @@ def _deepseek_v4(config: Config) -> Gate:
     _expect(config, "scoring_func", only="sqrtsoftplus")
     # transformers renormalizes whatever this key says
     _expect(config, "norm_topk_prob", only=True)
-    scaling = float(config.get("routed_scaling_factor", 1.5))
+    scaling = _number(config, "routed_scaling_factor", 1.5)
     return Gate("DeepseekV4", *_counts(config), scaling=scaling, logits_dtype_scores=True)
 
 
@@ -187,13 +196,13 @@ def _flint(config: Config) -> Gate:
 def _lfm2(config: Config) -> Gate:
     """Sigmoid; its bias may be absent, and its sum has an epsilon that float32 sees."""
     biased, norm = bool(config.get("use_expert_bias", True)), bool(config.get("norm_topk_prob", True))
-    scaling = float(config.get("routed_scaling_factor", 1.0))
+    scaling = _number(config, "routed_scaling_factor", 1.0)
     plain = Gate("Unspecified", *_counts(config), scoring="sigmoid", renormalize=norm, biased=biased)
     return replace(plain, scaling=scaling, epsilon=1e-6)
 
 
 def _mistral4(config: Config) -> Gate:
-    groups, scaling = _first(config, "n_group", default=1), float(config.get("routed_scaling_factor", 1.0))
+    groups, scaling = _first(config, "n_group", default=1), _number(config, "routed_scaling_factor", 1.0)
     if groups > 1:
         return _chosen_by_model(
             config, f"n_group={groups}: its router ranks groups by the sum of two softmax scores"
