@@ -16,7 +16,7 @@ from moeserve.proto.texts import LONGEST_TEXT
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.calling import Calling
-from moeserve.runtime.doors.contract import register
+from moeserve.runtime.doors.contract import _SORT, register
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
@@ -197,3 +197,12 @@ def test_what_the_contract_has_not_is_unimplemented(doors: Doors, door: str, pat
 def test_a_service_that_the_contract_has_not_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"services \['LaneServcie'\] are not in the contract, which has"):
         register(grpc.server(None), {"LaneServcie": object()}, NOT_A_LANE, Calling(Admission(DoorLimits())))
+
+
+QUICK = {"SetLogLevel"}
+"""Calls of AdminService that wait for nothing."""
+
+
+def test_operations_that_take_long_have_threads_of_their_own() -> None:
+    """In the threads of questions, those that wait for one another would leave GetTopology none."""
+    assert {name for name, sort in _SORT.items() if sort == "operations"} == NEW["AdminService"] - QUICK

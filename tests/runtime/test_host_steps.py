@@ -322,6 +322,38 @@ def test_a_full_lane_has_the_steps_tried_again(room: Room) -> None:
     assert room.ranked.step() == [4] and room.callers[0].ended == (Status.OK, "")
 
 
+def test_of_more_callers_than_the_lane_takes_those_begin_that_it_has_room_for(room: Room) -> None:
+    """Together they would be refused each time that they come, whatever the lane holds."""
+    ranked = room.ranked
+    ranked.lane._queue_limit = 3
+    for caller in room.callers:
+        caller.announce([3])
+        caller.post()
+    room.look()
+    assert [job.rows for job in ranked.announced] == [6], "three callers of two rows; the fourth is refused"
+    assert ranked.observed == ["RESOURCE_EXHAUSTED"] and ranked.step() == [6]
+    assert room.callers[3].ended is None and room.callers[3].look(later=3.0)
+    ranked.steps.begin()
+    assert ranked.step() == [2] and all(caller.ended == (Status.OK, "") for caller in room.callers)
+
+
+def test_callers_who_come_to_a_lane_that_is_nearly_full_are_not_all_refused(room: Room) -> None:
+    ranked = room.ranked
+    ranked.lane._queue_limit = 3
+    for caller in room.callers:
+        caller.announce([3])
+    room.callers[3].post()
+    room.look()
+    for caller in room.callers[:3]:
+        caller.post()
+    room.look()
+    assert [job.rows for job in ranked.announced] == [2, 4], "two of the three find room"
+    assert ranked.observed == ["RESOURCE_EXHAUSTED"] and ranked.step() == [2, 4]
+    assert room.callers[2].look(later=3.0)
+    ranked.steps.begin()
+    assert ranked.step() == [2] and all(caller.ended == (Status.OK, "") for caller in room.callers)
+
+
 @pytest.mark.parametrize("how", ["stopping", "closed", "fails", "held for too long"])
 def test_a_lane_that_serves_nobody_loses_the_passes(room: Room, how: str) -> None:
     ranked, caller = room.ranked, room.callers[0]

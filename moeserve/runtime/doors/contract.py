@@ -86,4 +86,4 @@ def _handler(
     return calling.unary(answering, parse, serialize, _SORT.get(method.name, "questions"))
 
 
-_SORT = {"Forward": "calls", "Rebalance": "operations", "Reload": "operations"}
+_SORT = {"Forward": "calls", **dict.fromkeys(("Rebalance", "Reload", "Scale"), "operations")}

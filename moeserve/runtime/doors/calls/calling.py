@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 Serialize = Callable[[Any], bytes]
 
 SPARE_THREADS = 16  # of each sort, so that what is refused is refused at once
-OPERATIONS = 4  # a rebalance or reload at once, with those that wait for it
+OPERATIONS = 4  # a rebalance, reload or scaling at once, with those that wait for it
 QUESTIONS = 16  # such as GetTopology, which wait for nothing
 
 

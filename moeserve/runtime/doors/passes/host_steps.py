@@ -235,12 +235,14 @@ class HostSteps:
         return ready
 
     def _parted(self, steps: Sequence[HostStep]) -> Iterator[list[HostStep]]:
-        """The steps in their order, as many together as the lane takes at once."""
-        some, rows = list[HostStep](), 0
+        """The steps in their order, as many together as a step of the lane takes, and as it has room for when
+        they are begun: of more it would refuse all.
+        """
+        some, rows, room = list[HostStep](), 0, self._lane.room
         for step in steps:
-            if some and rows + step.rows > self._lane.capacity:
+            if some and (rows + step.rows > self._lane.capacity or len(some) >= room):
                 yield some
-                some, rows = [], 0
+                some, rows, room = [], 0, self._lane.room
             some.append(step)
             rows += step.rows
         yield some

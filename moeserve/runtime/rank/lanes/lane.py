@@ -72,6 +72,11 @@ class Lane:
         return self._closed
 
     @property
+    def room(self) -> int:
+        """Of how many callers more it takes rows now; as many as it ever holds where it takes none."""
+        return max(0, self._queue_limit - self._callers) or self._queue_limit
+
+    @property
     def most_rows(self) -> int:
         """The rows that one call may have."""
         return self._queue_limit * self.capacity
