@@ -325,6 +325,57 @@ def test_calls_over_the_limits_are_refused_and_may_come_back(
     assert connection.receive().epoch == 4  # type: ignore[union-attr]
 
 
+def test_what_a_header_claims_takes_no_room_from_others(
+    there: DataConnections, connection: DataConnection, door: Door
+) -> None:
+    """Two such calls would be all that there is, and more of them all bytes."""
+    silent = [raw(there) for _ in range(2)]
+    for one in silent:
+        one.sendall(HEADER.pack(MAGIC, 9, MOST - 9))
+    time.sleep(0.05)
+    assert there._terms.admission.held == (0, 0, 0)
+    connection.send(rows(500_000), 5.0)
+    door.reply(reply=moe_pb2.ForwardReply(epoch=4))
+    assert connection.receive().epoch == 4  # type: ignore[union-attr]
+    for one in silent:
+        one.close()
+
+
+def test_what_has_come_of_a_request_counts_and_what_finds_no_room_is_refused(
+    there: DataConnections, connection: DataConnection, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(there, "_terms", replace(there._terms, most_bytes=4 * MOST))
+    admission, message = there._terms.admission, job("large").SerializeToString()
+    with raw(there) as large:
+        frame = HEADER.pack(MAGIC, len(message), 3 * MOST) + message + bytes(3 * MOST)
+        large.settimeout(5.0)
+        large.sendall(frame[: 2 * MOST])
+        assert until(lambda: admission.held[2] >= 2 * MOST) and admission.held[2] <= 4 * MOST, "twice"
+        large.sendall(frame[2 * MOST :])
+        assert door.came.acquire(timeout=5) and admission.held == (1, 0, 2 * (len(frame) - HEADER.size))
+        door.asked[-1][1](moe_pb2.ForwardStreamReply())
+        assert large.recv(1000) and admission.held == (0, 0, 0)
+        others = admission.enlarge("other", 0, 3 * MOST)
+        large.sendall(frame)
+        assert b"bytes do not fit" in large.recv(1000) and admission.held == (0, 0, 3 * MOST)
+        others()
+        large.sendall(frame)
+        assert door.came.acquire(timeout=5)
+        door.asked[-1][1](moe_pb2.ForwardStreamReply())
+
+
+def test_a_message_that_would_take_long_to_parse_is_refused_unparsed(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gRPC's are: nobody else would have the interpreter meanwhile."""
+    monkeypatch.setattr(there, "_terms", replace(there._terms, most_bytes=4 * MOST))
+    fields = b"\x10\x01" * MOST  # the layer, again and again
+    with raw(there) as one:
+        one.sendall(HEADER.pack(MAGIC, len(fields), 0) + fields)
+        one.settimeout(5.0)
+        assert b"has more than 64 fields" in one.recv(1000)
+
+
 def test_a_door_that_fails_ends_the_connection_alone(
     there: DataConnections, connection: DataConnection, door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -89,6 +89,10 @@ def _any_room(message: bytes, nbytes: int) -> memoryview:
     return fresh_room(nbytes)
 
 
+def _no_matter(nbytes: int) -> None:
+    """Does nothing: nobody counts the bytes."""
+
+
 def _sizes(came: memoryview, most: int) -> tuple[int, int]:
     """How many bytes of message and data a frame has that begins so. Raises ValueError where it is none, or
     has more than `most` bytes.
@@ -112,6 +116,7 @@ class FrameReader:
         self._connection = connection
         self._wakes_late = isinstance(connection, socket.socket)  # of what is encrypted some may be here
         self._first = memoryview(bytearray(FIRST_BYTES))
+        self._unread = 0  # bytes of the frame whose header came last
 
     def header(self, wait: Callable[[], object], most: int = ANY_SIZE) -> tuple[int, int, int] | None:
         """How many bytes of a frame came first, and how many its message and its data have; None where the
@@ -126,16 +131,21 @@ class FrameReader:
                     raise ConnectionError("it was closed within a frame")
                 return None
             came += more
-        return came, *_sizes(self._first[:came], most)
+        size, behind = _sizes(self._first[:came], most)
+        self._unread = HEADER.size + size + behind - came
+        return came, size, behind
 
     def body(
         self,
         header: tuple[int, int, int],
         wait: Callable[[], object],
         room: Callable[[bytes, int], memoryview] = _any_room,
+        took: Callable[[int], object] = _no_matter,
     ) -> tuple[bytes, memoryview | None]:
         """The message, and the data, in memory that `room` gives for so many bytes behind that message.
-        Raises OSError.
+
+        took: is told how many bytes came behind those that came with the header, after a MiB or more each
+        time. Where it raises, `skip` reads the rest of the frame. Raises OSError.
         """
         came, size, more = header
         there = self._first[HEADER.size : came]
@@ -145,29 +155,25 @@ class FrameReader:
         else:
             whole = bytearray(size)
             whole[: len(there)] = there
-            self._fill(memoryview(whole)[len(there) :], wait)
+            self._fill(memoryview(whole)[len(there) :], wait, took)
             message, there = bytes(whole), there[:0]
         if not more:
             return message, None
         data = room(message, more)
         data[: len(there)] = there
-        self._fill(data[len(there) :], wait)
+        self._fill(data[len(there) :], wait, took)
         return message, data
 
-    def skip(self, header: tuple[int, int, int], wait: Callable[[], object]) -> None:
-        """Reads the rest of a frame, and keeps nothing. Raises OSError."""
-        came, size, more = header
-        left = HEADER.size + size + more - came
-        while left:
-            part = self._first[: min(left, FIRST_BYTES)]
-            self._fill(part, wait)
-            left -= len(part)
+    def skip(self, wait: Callable[[], object]) -> None:
+        """Reads what is unread of a frame, and keeps nothing. Raises OSError."""
+        while self._unread:
+            self._fill(self._first[: min(self._unread, FIRST_BYTES)], wait, _no_matter)
 
-    def _fill(self, place: memoryview, wait: Callable[[], object]) -> None:
+    def _fill(self, place: memoryview, wait: Callable[[], object], took: Callable[[int], object]) -> None:
         """Reads until `place` is full, and is woken for much of it at once: to be woken takes as long as to
         read 100 KB.
         """
-        asked = 1
+        asked, untold = 1, 0
         try:
             while place:
                 try:
@@ -180,6 +186,11 @@ class FrameReader:
                 if not came:
                     raise ConnectionError("it was closed within a frame")
                 place = place[came:]
+                self._unread -= came
+                untold += came
+                if untold >= MOST_AT_ONCE or not place:
+                    took(untold)
+                    untold = 0
         finally:
             if asked != 1:
                 self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)

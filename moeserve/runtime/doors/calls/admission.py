@@ -47,20 +47,21 @@ class Admission:
         """Calls, streams and bytes that are held now."""
         return self._calls, self._streams, self._nbytes
 
-    def enter(self, peer: str, nbytes: int) -> Callable[[], None]:
+    def enter(self, peer: str, nbytes: int, held: int = 0) -> Callable[[], None]:
         """Lets in a call of `nbytes` from the connection `peer`; returns what ends it, to be called once.
 
-        Raises LaneFull with the time to come back after.
+        held: bytes of it that `enlarge` has counted already; they count as the call's from now on. Raises
+        LaneFull with the time to come back after.
         """
         now = self._clock()
         with self._lock:
             caller = self._callers.of(peer)
-            why = self._why_not(caller, nbytes, now)
+            why = self._why_not(caller, nbytes, held, now)
             if why:
                 raise LaneFull(why, self._callers.refuse(caller, now))
             self._callers.enter(caller, 1)
             self._calls += 1
-            self._nbytes += nbytes
+            self._nbytes += nbytes - held
 
         def leave() -> None:
             with self._lock:
@@ -73,14 +74,12 @@ class Admission:
         return leave
 
     def enlarge(self, peer: str, nbytes: int, more: int) -> Callable[[], None]:
-        """Counts `more` bytes of a call of `peer` that was let in with `nbytes`; returns what ends that.
-
-        Raises LaneFull as `enter`.
+        """Counts `more` bytes of a call of `peer` for which `nbytes` count: one that was let in, or is on its
+        way. Returns what ends that. Raises LaneFull as `enter`.
         """
         now = self._clock()
         with self._lock:
-            others = self._nbytes - nbytes
-            if others and self._nbytes + more > self.limits.nbytes:
+            if not self._fits(nbytes + more, nbytes):
                 caller = self._callers.of(peer)
                 raise LaneFull(self._no_room(nbytes + more), self._callers.refuse(caller, now))
             self._nbytes += more
@@ -119,15 +118,17 @@ class Admission:
             f"server.max_held_bytes is {self.limits.nbytes}"
         )
 
-    def _fits(self, nbytes: int) -> bool:
-        return not self._nbytes or self._nbytes + nbytes <= self.limits.nbytes
+    def _fits(self, nbytes: int, held: int = 0) -> bool:
+        """Whether there is room for a call of so many bytes, for which `held` count already."""
+        others = self._nbytes - held
+        return not others or others + nbytes <= self.limits.nbytes
 
-    def _why_not(self, caller: Caller, nbytes: int, now: float) -> str:
+    def _why_not(self, caller: Caller, nbytes: int, held: int, now: float) -> str:
         """Why no call of `nbytes` from `caller` is let in now; empty where one is."""
         limits = self.limits
         if self._calls >= limits.calls:
             return f"{self._calls} calls are under way, as many as server.max_concurrent_calls allows"
-        if not self._fits(nbytes):
+        if not self._fits(nbytes, held):
             return self._no_room(nbytes)
         if 2 * self._calls >= limits.calls:
             wanting = self._callers.wanting(caller, now)

@@ -27,6 +27,7 @@ from moeserve.proto.transports.frames import Buffers, Connection, FrameReader, f
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_lane import ConnectionLane, OwnLanes
 from moeserve.runtime.doors.calls.connection_region import ConnectionRegion
+from moeserve.runtime.doors.calls.framing import check_framing
 from moeserve.runtime.doors.calls.lane_stream import Begins, Started
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 ASIDE_BYTES = 1 << 18
 """Answers from this size on are sent by the connection's thread: who ends calls has others to end."""
+
+ANSWERED = 2
+"""Times a request's bytes count for it: its answer is about as large."""
 
 DATA_CONNECTION = "DataConnection"
 """How metrics of requests name these calls."""
@@ -60,11 +64,33 @@ class Terms:
 
 
 class _Asked:
-    """A request that is read, and what is wrong with its message."""
+    """A request that is read, what is wrong with its message, and the bytes that count for it on its way.
 
-    def __init__(self) -> None:
+    It counts by what has come of it: what a header claims takes no memory, and would keep others out.
+    """
+
+    def __init__(self, admission: Admission, peer: str) -> None:
         self.request, self.wrong = moe_pb2.ForwardRequest(), ""
+        self._admission, self._peer = admission, peer
+        self._held = 0
         self._parsed = False
+
+    def came(self, nbytes: int) -> None:
+        """So many bytes more have come, for which there has to be room. Raises LaneFull."""
+        nbytes *= ANSWERED
+        self._admission.enlarge(self._peer, self._held, nbytes)
+        self._held += nbytes
+
+    def entered(self, nbytes: int) -> Callable[[], None]:
+        """All of its bytes are there: it is a call. Returns what ends it. Raises LaneFull."""
+        leave = self._admission.enter(self._peer, ANSWERED * nbytes, self._held)
+        self._held = 0
+        return leave
+
+    def gone(self) -> None:
+        """It comes to nothing."""
+        held, self._held = self._held, 0
+        self._admission.let_go(held)
 
     def parse(self, message: bytes) -> None:
         """Parses its message, once."""
@@ -72,9 +98,10 @@ class _Asked:
             return
         self._parsed = True
         try:
+            check_framing(message, forward=True)
             self.request.MergeFromString(message)
-        except DecodeError:
-            self.wrong = f"{len(message)} bytes over a data connection are no ForwardRequest"
+        except DecodeError as error:
+            self.wrong = f"{len(message)} bytes over a data connection are no ForwardRequest: {error}"
 
 
 class DataConnection:
@@ -149,18 +176,20 @@ class DataConnection:
         if nbytes > self._of.most_bytes:
             most = self._of.most_bytes
             raise ValueError(f"a frame of {nbytes} bytes, and server.max_message_bytes is {most}")
+        asked = _Asked(self._of.admission, self._peer)
         try:
-            leave = self._of.admission.enter(self._peer, 2 * nbytes)  # its answer is about as large
-        except LaneFull as full:
-            self._reader.skip(header, wait)
-            self._refuse("", full)
-            return True
-        asked = _Asked()
-        try:
-            message, data = self._reader.body(header, wait, lambda *more: self._room(asked, *more))
+            message, data = self._reader.body(
+                header, wait, lambda *more: self._room(asked, *more), asked.came
+            )
             asked.parse(message)
+            leave = asked.entered(nbytes)
+        except LaneFull as full:
+            asked.gone()
+            self._reader.skip(wait)
+            self._refuse(asked.request.job_id, full)
+            return True
         except BaseException:
-            leave()
+            asked.gone()
             raise
         request, wrong = asked.request, asked.wrong
         if request.hidden.WhichOneof("payload") == "region" or request.HasField("output"):
