@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
+from door_service import SECONDS, Service, held, request, silent, until
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import RawConnection
@@ -23,12 +24,8 @@ from moeserve.runtime.doors import health as health_servicer
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.framing import LARGE_BYTES, check_framing
 from moeserve.runtime.doors.calls.stream_calls import StreamCalls, Unparsed
-from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.health import Health
-from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.errors import LONGEST_PUSHBACK, LaneFull, pushback
-
-SECONDS = 10.0
 
 
 def refusal(admission: Admission, peer: str, nbytes: int = 0) -> LaneFull:
@@ -146,9 +143,9 @@ def test_many_connections_of_one_host_share_what_one_connection_of_another_has()
     other = "ipv6:[fd00::8]:5"
     leaves = {peer: [admission.enter(peer, 0)] for peer in (*many, other)}
     for _ in range(200):
-        for peer, held in leaves.items():
+        for peer, own in leaves.items():
             with contextlib.suppress(LaneFull):
-                held.append(admission.enter(peer, 0))
+                own.append(admission.enter(peer, 0))
         leaves[many[0]].append(leaves[many[0]].pop(0))
     assert len(leaves[other]) == 32, "half of 64, though it is one of 31 connections"
 
@@ -161,15 +158,6 @@ def test_connections_that_are_gone_are_forgotten() -> None:
 
 
 # -- what a large message looks like
-
-
-def request(nbytes: int) -> moe_pb2.ForwardRequest:
-    tensor = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=[1, nbytes // 4], data=bytes(nbytes))
-    made = moe_pb2.ForwardRequest(model="m", layer=3, job_id="j", hidden=tensor, timeout_ms=5)
-    made.choice.ids.CopyFrom(tensor)
-    made.choice.weights.CopyFrom(tensor)
-    made.output.CopyFrom(moe_pb2.Region(name="r", offset=1 << 40, size=1 << 40))
-    return made
 
 
 def garbage(kind: str, nbytes: int) -> bytes:
@@ -222,63 +210,6 @@ def test_a_large_question_is_refused_and_a_small_message_not_looked_at() -> None
 # -- at a server
 
 
-class Service:
-    """A lane's endpoint. Its calls wait for `go`; its streams answer each request at once."""
-
-    def __init__(self, **limits: Any) -> None:
-        self.go = threading.Event()
-        self.read = 0
-        self.reply_bytes = 0  # of the data in a stream's reply, where the hidden states lie in a region
-        self.answer = moe_pb2.ForwardReply(epoch=5)
-        self.endpoint = Endpoint({"LaneService": self}, NOT_THE_FRONT_DOOR, DoorLimits(**limits), 1 << 26)
-        self.address = self.endpoint.start("127.0.0.1", 0)
-        self.endpoint.set_serving(serving=True)
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self.channel = grpc.insecure_channel(self.address, options=options)
-
-    def Forward(self, request: Any, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
-        assert self.go.wait(SECONDS)
-        return self.answer
-
-    def ForwardStream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
-
-        def consume() -> None:
-            with contextlib.suppress(grpc.RpcError):
-                for request in requests:
-                    self.read += 1
-                    reply = moe_pb2.ForwardReply(hidden=request.hidden)
-                    if self.reply_bytes:
-                        reply.hidden.data = bytes(self.reply_bytes)
-                    replies.put(moe_pb2.ForwardStreamReply(job_id=request.job_id, reply=reply))
-            replies.put(None)
-
-        threading.Thread(target=consume, daemon=True).start()
-        yield from iter(replies.get, None)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda request, context: moe_pb2.ListRegionsReply()
-
-    def healthy(self) -> str:
-        return health.decode_check(self.channel.unary_unary(health.METHOD)(b"", timeout=SECONDS))
-
-    def forward(self, nbytes: int = 0, channel: grpc.Channel | None = None) -> Any:
-        data = request(nbytes).SerializeToString() if nbytes else b""
-        call = (channel or self.channel).unary_unary("/moeserve.v1.LaneService/Forward")
-        return call.future(data, timeout=SECONDS)
-
-    def list(self) -> bytes:
-        return self.channel.unary_unary("/moeserve.v1.LaneService/ListRegions")(b"", timeout=SECONDS)
-
-    def stream(self, requests: Iterator[bytes]) -> Any:
-        return self.channel.stream_stream("/moeserve.v1.LaneService/ForwardStream")(requests)
-
-    def close(self) -> None:
-        self.go.set()
-        self.channel.close()
-        self.endpoint.stop(0)
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Service]]:
     made: list[Service] = []
@@ -292,29 +223,12 @@ def serve() -> Iterator[Callable[..., Service]]:
         service.close()
 
 
-def until(true: Callable[[], bool]) -> bool:
-    limit = time.monotonic() + SECONDS
-    while not true() and time.monotonic() < limit:
-        time.sleep(0.01)
-    return true()
-
-
-def silent(ends: threading.Event) -> Iterator[bytes]:
-    """Sends nothing until the test ends."""
-    ends.wait(SECONDS)
-    yield from ()
-
-
-def held(service: Service) -> tuple[int, int, int]:
-    return service.endpoint._calling._admission.held
-
-
 def test_silent_streams_and_waiting_calls_leave_health_its_threads(serve: Callable[..., Service]) -> None:
     service, ends = serve(calls=4, streams=8), threading.Event()
     streams = [service.stream(silent(ends)) for _ in range(300)]
     calls = [service.forward() for _ in range(100)]
-    assert until(lambda: held(service)[:2] == (4, 8))
-    assert until(lambda: sum(stream.done() for stream in streams) == 292)
+    assert until(lambda: held(service)[:2] == (4, 5))
+    assert until(lambda: sum(stream.done() for stream in streams) == 295)
     over = next(stream for stream in streams if stream.done())
     assert over.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     trailing = dict(over.trailing_metadata())
@@ -357,7 +271,7 @@ def test_calls_whose_message_does_not_come_are_cancelled(serve: Callable[..., Se
     calls = [half_open.future(silent(ends)) for _ in range(40)]  # more than there are threads
     assert service.healthy() == "SERVING" and service.list() == b""
     assert until(lambda: all(call.done() for call in calls))
-    assert {call.code() for call in calls} == {grpc.StatusCode.CANCELLED}
+    assert Counter(call.code().name for call in calls) == {"CANCELLED": 12, "RESOURCE_EXHAUSTED": 28}
     service.go.set()
     assert service.forward().result() == moe_pb2.ForwardReply(epoch=5).SerializeToString()
     ends.set()

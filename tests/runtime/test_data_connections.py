@@ -179,12 +179,29 @@ def test_a_secret_lets_in_one_connection_and_not_for_long(
 
 def test_so_many_connections_are_open_as_streams_may_be(there: DataConnections) -> None:
     made = [opened(there) for _ in range(3)]
-    with pytest.raises(LaneFull, match=r"3 data connections .* server\.max_streams"):
+    with pytest.raises(LaneFull, match=r"3 data connections .* \(server\.max_streams\)"):
         opened(there)
-    there._terms.admission.open_stream()()  # streams have their own
+    there._terms.admission.open_stream("ipv4:1.2.3.4:5")()  # streams have their own
     made[0].close()
     assert until(lambda: len(there._there) == 2)
     made[0] = opened(there)
+    for one in made:
+        one.close()
+
+
+def test_a_host_that_comes_finds_a_connection(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many one caller has, to come and made, and never uses."""
+    limits = replace(there._terms.admission.limits, streams=16)
+    monkeypatch.setattr(there._terms.admission, "limits", limits)
+    made = [opened(there) for _ in range(2)]
+    for _ in range(7):
+        there.offer("ipv4:1.2.3.4:5")
+    with pytest.raises(LaneFull, match=r"9 data connections .* may have 9 of 16 .*\(server\.max_streams\)"):
+        there.offer("ipv4:1.2.3.4:5")
+    there.offer("ipv4:1.2.3.4:6")
+    there.offer("ipv4:1.2.3.5:5")
     for one in made:
         one.close()
 

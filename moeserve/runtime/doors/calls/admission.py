@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeserve.runtime.doors.calls.callers import Caller, Callers
+from moeserve.runtime.doors.calls.callers import Caller, Callers, Places
 from moeserve.runtime.errors import LaneFull, pushback
 
 
@@ -38,14 +38,14 @@ class Admission:
         self._clock = clock
         self._callers = Callers()
         self._calls = 0
-        self._streams = 0
+        self._streams = Places()
         self._nbytes = 0
         self._lock = threading.Lock()
 
     @property
     def held(self) -> tuple[int, int, int]:
         """Calls, streams and bytes that are held now."""
-        return self._calls, self._streams, self._nbytes
+        return self._calls, len(self._streams), self._nbytes
 
     def enter(self, peer: str, nbytes: int, held: int = 0) -> Callable[[], None]:
         """Lets in a call of `nbytes` from the connection `peer`; returns what ends it, to be called once.
@@ -98,19 +98,27 @@ class Admission:
         with self._lock:
             self._nbytes -= nbytes
 
-    def open_stream(self) -> Callable[[], None]:
-        """Lets in a stream; returns what ends it, to be called once. Raises LaneFull where too many are."""
+    def open_stream(self, peer: str) -> Callable[[], None]:
+        """Lets in a stream of the caller at `peer`; returns what ends it, to be called once.
+
+        Raises LaneFull where too many are open, or this caller or its host has its part.
+        """
         with self._lock:
-            if self._streams >= self.limits.streams:
-                text = f"{self._streams} streams are open, as many as server.max_streams allows"
-                raise LaneFull(text, pushback(1))
-            self._streams += 1
+            self.check_place(peer, self._streams, "streams are open")
+            self._streams.take(peer)
 
         def close() -> None:
             with self._lock:
-                self._streams -= 1
+                self._streams.give(peer)
 
         return close
+
+    def check_place(self, peer: str, there: Places, what: str) -> None:
+        """Raises LaneFull where the caller at `peer` may have no more of what there may be as many of as
+        streams.
+        """
+        if why := there.why_not(peer, self.limits.streams, what):
+            raise LaneFull(f"{why} (server.max_streams)", pushback(1))
 
     def _no_room(self, nbytes: int) -> str:
         return (

@@ -1,12 +1,21 @@
-"""`Callers`: who calls at a door, what each holds of it, and how much of it is each one's share."""
+"""`Callers`: who calls at a door, what each holds of it, and how much of it is each one's share.
+
+`Places`: the same of what may be held for long, such as streams. `FirstMessages`: who of them keeps a thread
+waiting for the message of a call.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moeserve.runtime.errors import LONGEST_PUSHBACK, pushback
+from moeserve.runtime.errors import LONGEST_PUSHBACK, LaneFull, pushback
+
+PART = 0.75
+"""Of what others leave of something that may be held for long, which a host may have, or a connection."""
 
 OVERASKED = 2.0  # times as many callers are told to come back as there will be room for
 SMOOTH = 0.1  # of the newest time between two calls, in their mean
@@ -101,3 +110,93 @@ def host_of(peer: str) -> str:
     """The host of a peer as gRPC names it, without the port; a Unix socket's is this host."""
     kind, _, rest = peer.partition(":")
     return rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else "this host"
+
+
+class Places:
+    """Who holds how many of what there is so much of, and may be held for long. Its owner holds a lock.
+
+    Callers of one host may have three quarters of what those of other hosts leave, and one connection three
+    quarters of what others of its host leave of these. So there always is one for whoever comes, though
+    nobody lets go of any; of several that want more each has nearly an even share.
+    """
+
+    def __init__(self, holders: Iterable[str] = ()) -> None:
+        """holders: the peer of each that is held."""
+        self._by_peer = Counter(holders)
+        self._by_host = Counter[str]()
+        for peer, count in self._by_peer.items():
+            self._by_host[host_of(peer)] += count
+
+    def __len__(self) -> int:
+        return self._by_peer.total()
+
+    def why_not(self, peer: str, limit: int, what: str) -> str:
+        """Why the caller at `peer` may have no more than it holds; empty where it may. what: these are."""
+        own, of_host = self._by_peer[peer], self._by_host[host_of(peer)]
+        if (count := len(self)) >= limit:
+            return f"{count} {what}, as many as there may be"
+        host_most = math.ceil(PART * (limit - (count - of_host)))
+        most = max(0, math.ceil(PART * (host_most - (of_host - own))))
+        if own < most:
+            return ""
+        others = f"{of_host - own} of this host and {count - of_host} of other hosts"
+        return f"{own} {what} for this connection, which may have {most} of {limit} beside {others}"
+
+    def take(self, peer: str) -> None:
+        """The caller at `peer` holds one more."""
+        self._by_peer[peer] += 1
+        self._by_host[host_of(peer)] += 1
+
+    def give(self, peer: str) -> None:
+        """It holds one less."""
+        for counts, key in ((self._by_peer, peer), (self._by_host, host_of(peer))):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+
+
+class FirstMessages:
+    """Calls whose message has yet to come, each of which keeps a thread of a pool waiting. From any thread.
+
+    What comes without its message is not to take all threads from those whose message is there.
+    """
+
+    def __init__(self, most: int, *, small: bool) -> None:
+        """most: of such calls at a time. small: messages come with their calls, as those of questions do: of
+        too many calls without one the eldest is left. Others are large and take their time: of a caller that
+        has its part no further call is taken.
+        """
+        self._most, self._small = most, small
+        self._places = Places()
+        self._waiting: dict[object, tuple[str, Callable[[], object]]] = {}  # of whom, and what leaves it
+        self._lock = threading.Lock()
+
+    def begin(self, peer: str, leave: Callable[[], object]) -> object:
+        """A thread waits for a message of the caller at `peer`, whom `leave` leaves; what `over` takes.
+
+        Raises LaneFull where this caller has too many of them.
+        """
+        entry, left = object(), None
+        with self._lock:
+            if self._small:
+                if len(self._waiting) >= self._most:
+                    left = self._give(next(iter(self._waiting)))
+            elif why := self._places.why_not(peer, self._most, "calls wait for their message"):
+                raise LaneFull(f"{why}: send it with the call", pushback(1))
+            self._waiting[entry] = peer, leave
+            self._places.take(peer)
+        if left is not None:
+            left()
+        return entry
+
+    def over(self, entry: object) -> None:
+        """The message is there, or nobody waits for it any more."""
+        with self._lock:
+            if entry in self._waiting:  # else it was left
+                self._give(entry)
+
+    def _give(self, entry: object) -> Callable[[], object]:
+        """Nobody waits for a call any more; what leaves it. The lock is held."""
+        peer, leave = self._waiting.pop(entry)
+        self._places.give(peer)
+        return leave

@@ -1,7 +1,7 @@
 """`Calling`: the threads in which calls are parsed, let in and answered, apart for each sort of call.
 
 So calls that wait for a step, streams that nobody reads and operators who wait for a reload leave health and
-questions their threads.
+questions their threads. And calls that came without their message leave threads of their sort to others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import grpc
 from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.calls.admission import Admission
+from moeserve.runtime.doors.calls.callers import FirstMessages
 from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed, held_bytes
 from moeserve.runtime.doors.calls.threads import Threads
 from moeserve.runtime.doors.failures import guarded, status_of
@@ -51,6 +52,10 @@ class Calling:
         self._stopping = ""  # why no further call may begin
         self._lock = threading.Lock()
         self._pools = {sort: Threads(count, sort) for sort, count in threads.items()}
+        self._first_messages = {
+            sort: FirstMessages(count if sort == "calls" else count // 2, small=sort != "calls")
+            for sort, count in threads.items()
+        }
 
     def in_thread(self, behavior: Callable[..., Any], sort: str) -> Callable[..., Any]:
         """`behavior`, a handler's, run by the threads of its sort."""
@@ -72,10 +77,10 @@ class Calling:
 
         def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Any:
             if sort != "calls":
-                message = self._first(messages, context)
+                message = self._first(messages, context, sort)
                 return answering(guarded(context, lambda: message.parsed(parse, forward=False)), context)
             call = guarded(context, lambda: self._begin(context))
-            message = self._first(messages, context)
+            message = self._first(messages, context, sort)
             call.at_end(self._entered(message.nbytes, context))
             request = guarded(context, lambda: message.parsed(parse, forward=True))
             if more := held_bytes(request, message.nbytes) - message.nbytes:
@@ -98,7 +103,7 @@ class Calling:
         """
 
         def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Iterator[Any]:
-            opened = guarded(context, self._admission.open_stream)
+            opened = guarded(context, lambda: self._admission.open_stream(context.peer()))
             calls = StreamCalls(self._admission, parse)
 
             def over() -> None:
@@ -112,8 +117,10 @@ class Calling:
                 within = time.monotonic() + self._admission.limits.unread_seconds
                 watched = self._late.add(within, partial(_leave_alone, context, "takes no reply"))
                 calls.answered(reply)
-                yield reply
-                self._late.remove(watched)
+                try:
+                    yield reply
+                finally:  # the stream may end here
+                    self._late.remove(watched)
                 calls.taken(reply)
             if calls.wrong is not None:
                 status_of(calls.wrong).abort(context)
@@ -155,16 +162,21 @@ class Calling:
         with self._lock:
             self._under_way -= 1
 
-    def _first(self, messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Unparsed:
-        """The message of a unary call, which is cancelled where it does not come in time."""
+    def _first(self, messages: Iterator[Unparsed], context: grpc.ServicerContext, sort: str) -> Unparsed:
+        """The message of a unary call, which is cancelled where it does not come in time, or keeps a thread
+        that others need; it is refused where its host keeps too many of them.
+        """
         within = time.monotonic() + self._admission.limits.request_seconds
-        watched = self._late.add(within, partial(_leave_alone, context, "sends no message"))
+        waits, left = self._first_messages[sort], partial(_leave_alone, context, "sends no message")
+        entry = guarded(context, lambda: waits.begin(context.peer(), left))
+        watched = self._late.add(within, left)
         try:
             return next(messages)
         except StopIteration:
             status_of(BadRequest("the call ended without its message")).abort(context)
         finally:
             self._late.remove(watched)
+            waits.over(entry)
 
     def _enlarged(self, nbytes: int, more: int, context: grpc.ServicerContext) -> Callable[[], None]:
         """Counts `more` bytes of a call that was let in with `nbytes`; ends it where there is no room."""

@@ -110,7 +110,7 @@ class DataConnection:
     def __init__(self, of: Terms, connection: Connection, peer: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._of, self._connection, self._peer = of, connection, peer
+        self._of, self._connection, self.peer = of, connection, peer
         self._reader, self._wake = FrameReader(connection), Wake()
         self._limits = of.admission.limits
         self._poll = select.poll()
@@ -176,7 +176,7 @@ class DataConnection:
         if nbytes > self._of.most_bytes:
             most = self._of.most_bytes
             raise ValueError(f"a frame of {nbytes} bytes, and server.max_message_bytes is {most}")
-        asked = _Asked(self._of.admission, self._peer)
+        asked = _Asked(self._of.admission, self.peer)
         try:
             message, data = self._reader.body(
                 header, wait, lambda *more: self._room(asked, *more), asked.came
@@ -261,7 +261,7 @@ class DataConnection:
         with self._lock:
             self._answering = True
         try:
-            started.take(door.begin(request, ended, self._peer, DATA_CONNECTION))
+            started.take(door.begin(request, ended, self.peer, DATA_CONNECTION))
         except BaseException:
             if not over:
                 leave()

@@ -19,11 +19,11 @@ from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES
 from moeserve.proto.transports.frames import Connection, received
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
+from moeserve.runtime.doors.calls.callers import Places
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
 from moeserve.runtime.doors.calls.data_connection import DataConnection, Terms
 from moeserve.runtime.doors.calls.lane_stream import Begins
 from moeserve.runtime.doors.payloads.regions import Regions
-from moeserve.runtime.errors import LaneFull, pushback
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ Offer = Callable[[str], moe_pb2.OpenDataConnectionReply]
 
 class DataConnections:
     """Listens at a port of its own of `host`. What callers hold counts in the door's `admission`; there are
-    as many connections at most as streams may be, beside those.
+    as many connections at most as streams may be, beside those, with the same part of them for one caller.
     """
 
     def __init__(
@@ -72,10 +72,9 @@ class DataConnections:
         with self._lock:
             for old in [old for old, (_, until) in self._secrets.items() if until < now]:
                 del self._secrets[old]
-            there, most = len(self._there) + len(self._secrets), self._terms.admission.limits.streams
-            if there >= most:
-                text = f"{there} data connections are there or to come; as many as server.max_streams allows"
-                raise LaneFull(text, pushback(1))
+            there = [one.peer for one in self._there] + [whose for whose, _ in self._secrets.values()]
+            what = "data connections are there or to come"
+            self._terms.admission.check_place(peer, Places(there), what)
             self._secrets[secret] = peer, now + self._hello_seconds
         return moe_pb2.OpenDataConnectionReply(port=self.port, secret=secret)
 

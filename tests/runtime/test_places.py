@@ -1,0 +1,174 @@
+"""What may be held for long: whoever comes finds a place, and threads for calls whose message is there."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from door_service import SECONDS, Service, held, request, silent, until
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.errors import REASON_KEY
+from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
+from moeserve.runtime.doors.calls.callers import FirstMessages, Places
+from moeserve.runtime.doors.calls.calling import QUESTIONS
+from moeserve.runtime.errors import LaneFull
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Service]]:
+    made: list[Service] = []
+
+    def make(**limits: Any) -> Service:
+        made.append(Service(**limits))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+
+
+def filled(places: Places, peer: str, limit: int) -> int:
+    """How many a caller has that takes all it may have."""
+    count = 0
+    while not places.why_not(peer, limit, "places are taken"):
+        places.take(peer)
+        count += 1
+    return count
+
+
+def test_whoever_comes_finds_a_place_though_nobody_lets_go() -> None:
+    places = Places()
+    assert filled(places, "ipv4:10.0.0.1:1", 256) == 144, "of three quarters that its host may have"
+    assert filled(places, "ipv4:10.0.0.1:2", 256) == 36, "and three quarters of what it left"
+    assert "144 of this host and 0 of other hosts" in places.why_not("ipv4:10.0.0.1:2", 256, "are taken")
+    assert filled(places, "ipv4:10.0.0.2:1", 256) > 30 and filled(places, "ipv6:[fd00::1]:1", 256) > 5
+    for _ in range(144):
+        places.give("ipv4:10.0.0.1:1")
+    assert filled(places, "ipv4:10.0.0.2:2", 256) > 20 and len(places) < 256
+    assert Places(["a", "a", "b"])._by_peer == {"a": 2, "b": 1}
+
+
+def test_hosts_that_want_more_come_to_have_even_shares() -> None:
+    places = Places()
+    hosts = [f"ipv4:10.0.0.{host}:1" for host in range(4)]
+    for _ in range(300):
+        for host in hosts:
+            filled(places, host, 256)
+            places.give(host)
+    has = [places._by_peer[host] for host in hosts]
+    assert max(has) - min(has) <= 2 and sum(has) > 150
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_few_places_are_all_given(limit: int) -> None:
+    places = Places()
+    assert filled(places, "ipv4:10.0.0.1:1", limit) == min(limit, 3)
+    assert (
+        places.why_not("ipv4:10.0.0.2:1", limit, "are taken") == f"{limit} are taken, as many as there may be"
+    )
+
+
+def test_silent_streams_of_one_caller_leave_others_theirs(serve: Callable[..., Service]) -> None:
+    service, ends = serve(calls=4, streams=8), threading.Event()
+    streams = [service.stream(silent(ends)) for _ in range(20)]
+    assert until(lambda: sum(stream.done() for stream in streams) == 15)
+    over = next(stream for stream in streams if stream.done())
+    assert "5 streams are open for this connection, which may have 5 of 8" in over.details()
+    assert "server.max_streams" in over.details()
+    with grpc.insecure_channel(service.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stream = channel.stream_stream("/moeserve.v1.LaneService/ForwardStream")
+        (reply,) = stream(iter([moe_pb2.ForwardRequest(job_id="a").SerializeToString()]), timeout=SECONDS)
+        assert moe_pb2.ForwardStreamReply.FromString(reply).job_id == "a"
+    ends.set()
+    assert until(lambda: held(service) == (0, 0, 0))
+
+
+@pytest.mark.parametrize("path", ["/moeserve.v1.LaneService/ListRegions", "/grpc.health.v1.Health/Check"])
+def test_questions_without_a_message_leave_others_their_threads(
+    serve: Callable[..., Service], path: str
+) -> None:
+    """They come with their message: the eldest of too many that have none is left."""
+    service, ends = serve(calls=4, request_seconds=SECONDS), threading.Event()
+    ask = service.channel.stream_unary(path)
+    calls = [ask.future(silent(ends)) for _ in range(4 * QUESTIONS)]
+    assert service.healthy() == "SERVING" and service.list() == b""
+    assert until(lambda: sum(call.done() for call in calls) >= 3 * QUESTIONS)
+    assert {call.code() for call in calls if call.done()} == {grpc.StatusCode.CANCELLED}
+    for call in calls:
+        call.cancel()
+    ends.set()
+
+
+def test_calls_without_a_message_leave_others_their_threads(serve: Callable[..., Service]) -> None:
+    service, ends = serve(calls=4, request_seconds=SECONDS), threading.Event()
+    service.go.set()
+    forward = service.channel.stream_unary("/moeserve.v1.LaneService/Forward")
+    calls = [forward.future(silent(ends)) for _ in range(40)]  # more than there are threads
+    assert until(lambda: sum(call.done() for call in calls) == 28)
+    over = next(call for call in calls if call.done())
+    assert over.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(over.trailing_metadata())[REASON_KEY] == "overloaded"
+    assert "12 calls wait for their message for this connection" in over.details()
+    with grpc.insecure_channel(service.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        assert service.forward(1024, channel).result() == service.answer.SerializeToString()
+    for call in calls:
+        call.cancel()
+    ends.set()
+    assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_of_small_messages_the_eldest_that_did_not_come_is_left_and_of_large_ones_none() -> None:
+    left, small = list[str](), FirstMessages(2, small=True)
+    entries = [small.begin(f"ipv4:10.0.0.{at}:1", lambda at=at: left.append(str(at))) for at in range(3)]
+    assert left == ["0"]
+    small.over(entries[0])
+    small.over(entries[1])
+    small.begin("ipv4:10.0.0.3:1", lambda: left.append("3"))
+    assert left == ["0"] and len(small._waiting) == len(small._places) == 2
+    large = FirstMessages(4, small=False)
+    entries = [large.begin("ipv4:10.0.0.1:1", lambda: left.append("large")) for _ in range(3)]
+    with pytest.raises(LaneFull, match=r"3 calls wait .* send it with the call"):
+        large.begin("ipv4:10.0.0.1:1", lambda: None)
+    large.begin("ipv4:10.0.0.2:1", lambda: None)
+    large.over(entries[0])
+    large.begin("ipv4:10.0.0.1:1", lambda: None)
+    assert left == ["0"]
+
+
+def test_a_stream_that_ends_while_a_reply_is_taken_leaves_no_deadline_for_it(
+    serve: Callable[..., Service],
+) -> None:
+    """Or a caller who took all of them would be logged as one who takes none."""
+    service = serve(calls=4, unread_seconds=6 * SECONDS)
+    late = service.endpoint._calling._late
+    for _ in range(10):
+        asked = threading.Event()
+
+        def requests(asked: threading.Event = asked) -> Iterator[bytes]:
+            yield request(64).SerializeToString()
+            asked.wait(SECONDS)
+
+        stream = service.stream(requests())
+        next(stream)
+        stream.cancel()
+        asked.set()
+    assert until(lambda: not late._watched)
+
+
+def test_a_stream_is_let_in_by_its_caller() -> None:
+    admission = Admission(DoorLimits(streams=4))
+    ends = [admission.open_stream("ipv4:10.0.0.1:1") for _ in range(3)]
+    with pytest.raises(LaneFull, match=r"3 streams are open for this connection"):
+        admission.open_stream("ipv4:10.0.0.1:1")
+    ends.append(admission.open_stream("ipv4:10.0.0.2:1"))
+    assert admission.held == (0, 4, 0)
+    with pytest.raises(LaneFull, match=r"4 streams are open, as many as there may be \(server.max_streams\)"):
+        admission.open_stream("ipv4:10.0.0.3:1")
+    for end in ends:
+        end()
+    assert admission.held == (0, 0, 0) and Counter(admission._streams._by_host) == {}
