@@ -39,9 +39,14 @@ class Reader:
         return request.attempt == 7
 
     def read(
-        self, request: moe_pb2.ForwardRequest, deadline: float, data: memoryview | None = None
+        self,
+        request: moe_pb2.ForwardRequest,
+        deadline: float,
+        data: memoryview | None,
+        enter: Callable[[int], object],
     ) -> CheckedRequest:
         opened = self._payloads.open(request, data)
+        enter(opened.hidden.shape[0])
         assert opened.experts is not None and opened.weights is not None
         batch = LaneBatch(request.layer, opened.hidden, opened.experts, opened.weights, deadline)
         return CheckedRequest(batch, "shared_memory", opened)

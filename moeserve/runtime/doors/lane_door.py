@@ -115,9 +115,13 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         leave: Leave = _not_held
         remaining = seconds_left(context)
         deadline = math.inf if remaining is None else time.monotonic() + remaining
+
+        def enter(rows: int) -> None:
+            nonlocal leave
+            leave = self._enter(rows, context.peer(), deadline)
+
         try:
-            leave = self._enter(request, context.peer(), deadline)
-            asked = self._reader.read(request, deadline, data)
+            asked = self._reader.read(request, deadline, data, enter)
             transport = asked.transport
             try:
                 return self._run(asked, context)
@@ -131,12 +135,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             leave(code)
             self._observe("Forward", transport, code, time.perf_counter() - started)
 
-    def _enter(self, request: moe_pb2.ForwardRequest, peer: str, deadline: float) -> Leave:
-        """Lets in the rows of a request; returns what ends that. Raises LaneFull.
+    def _enter(self, rows: int, peer: str, deadline: float) -> Leave:
+        """Lets in the rows of a request, which are there; returns what ends that. Raises LaneFull.
 
-        More rows than a lane ever takes, or none, are for those to refuse or answer who read the request.
+        More rows than a lane ever takes are for the lane to refuse, and none are answered without it.
         """
-        rows = request.hidden.shape[0] if request.hidden.shape else 0
         if not 0 < rows <= self._lane.most_rows:
             return _not_held
         return self.admission.enter(peer, rows, deadline)
@@ -245,11 +248,14 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         def fail(error: Exception) -> moe_pb2.ForwardReply:
             raise error
 
+        def enter(rows: int) -> None:
+            nonlocal leave
+            leave = self._enter(rows, peer, deadline)
+
         try:
             if self._stopping:
                 raise GroupUnavailable(self._stopping)
-            leave = self._enter(request, peer, deadline)
-            asked = self._reader.read(request, deadline)
+            asked = self._reader.read(request, deadline, None, enter)
         except Exception as error:
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None

@@ -56,6 +56,10 @@ class CheckedRequest:
             self.batch.lent.memory.done()
 
 
+def _let_in(rows: int) -> None:
+    """Lets all in."""
+
+
 class RequestReader:
     """Reads requests against what is served. Safe from any thread.
 
@@ -82,10 +86,12 @@ class RequestReader:
         request: moe_pb2.ForwardRequest,
         deadline: float = math.inf,
         data: memoryview | None = None,
+        enter: Callable[[int], object] = _let_in,
     ) -> CheckedRequest:
         """Checks and routes `request`, whose hidden states may lie beside it, in `data`.
 
-        Raises NotServed, TensorError (naming the field) or RegionError.
+        enter: lets in so many rows, which are there, before anything is computed of them. Raises NotServed,
+        TensorError (naming the field), RegionError, and what `enter` raises.
         """
         if request.model not in ("", self._name):
             raise NotServed(f"model {quoted(request.model)} is not served here; {self._name!r} is")
@@ -95,9 +101,10 @@ class RequestReader:
             )
         opened = self._payloads.open(request, data)
         try:
+            self._check("hidden", opened.hidden, self._served.checkpoint.hidden, "the model's hidden size")
+            enter(opened.hidden.shape[0])
             experts, weights = self._route(request.layer, opened)
             hidden = _as(self._served.dtype, opened.hidden)
-            self._check("hidden", hidden, self._served.checkpoint.hidden, "the model's hidden size")
         except BaseException:
             opened.close()
             raise
