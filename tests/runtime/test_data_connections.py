@@ -538,6 +538,26 @@ def test_both_ends_may_look_for_what_comes_next(
     assert until(lambda: len(observed) == 31) and {told[2] for told in observed} == {"OK"}
 
 
+def test_a_call_whose_lane_fails_it_gives_its_room_back(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Echo):
+        def answered(self, request: moe_pb2.ForwardRequest, there: Callable[[], bool]) -> None:
+            return None
+
+        def place(self, request: moe_pb2.ForwardRequest) -> None:
+            raise RuntimeError("so it is")
+
+    monkeypatch.setattr(server, "ConnectionLane", Failing)
+    own = SimpleNamespace(spin=0.0, observe=lambda *told: None)
+    monkeypatch.setattr(there, "_terms", replace(there._terms, lanes=own))
+    connection = opened(there)
+    connection.send(rows(5000), 5.0)
+    with pytest.raises(Unavailable):
+        connection.receive()
+    assert until(lambda: "so it is" in caplog.text and there._terms.admission.held == (0, 0, 0))
+
+
 @pytest.mark.parametrize("what", ["the secret", "its first record"])
 def test_who_sends_a_byte_now_and_then_is_left_in_time(
     there: DataConnections, monkeypatch: pytest.MonkeyPatch, what: str

@@ -128,7 +128,7 @@ def test_all_steps_have_the_weights_of_the_first_unless_any_will_do(caller: Call
     [
         (14, "not_serving", Status.LOST),
         (13, "internal", Status.LOST),
-        (5, "unknown_region", Status.LOST),
+        (5, "unknown_region", Status.DETACHED),
         (5, "not_served", Status.REFUSED),
         (9, "wrong_version", Status.OTHER_WEIGHTS),
         (3, "bad_tensor", Status.REFUSED),
@@ -141,7 +141,8 @@ def test_a_step_that_fails_ends_its_pass_and_no_other(
     caller.post(0, 0, 3)
     caller.look()
     caller.steps[-1].fail(code, reason)
-    assert caller.ended == (status, f"{reason}: so it is")
+    gone = status is Status.DETACHED
+    assert caller.ended == (status, "its caller's lease ended" if gone else f"{reason}: so it is")
     caller.announce([5])
     caller.post(0, 0, 5)
     caller.look()

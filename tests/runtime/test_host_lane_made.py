@@ -20,6 +20,8 @@ from moeserve.runtime.doors.passes.host_lane import HostLane
 from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
+from moeserve.runtime.doors.payloads.errors import UnknownRegion
+from moeserve.runtime.doors.payloads.regions import Hold
 from moeserve.runtime.doors.payloads.registration import Registrar
 from moeserve.runtime.rank.runs.host_memory import HostMemory
 from moeserve.runtime.rank.runs.mail import Mail
@@ -104,6 +106,28 @@ def test_a_lane_that_cannot_be_run_ahead_is_one_of_calls(why: str) -> None:
     finally:
         lanes.close()
         regions.close()
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_lane_that_is_half_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    """The memory of both is made, and one of them is not there when it is to be held."""
+    regions = Regions(RegionLimits())
+    lanes = DeviceLanes(regions, MODEL, DeviceLaneLimits(), lambda peer: lambda *step: None)
+    held, hold = list[str](), regions.hold
+
+    def failing(name: str, offset: int, size: int) -> Hold:
+        held.append(name)
+        if len(held) == fails + 1:
+            raise UnknownRegion("so it is")
+        return hold(name, offset, size)
+
+    monkeypatch.setattr(regions, "hold", failing)
+    request = moe_pb2.AttachLaneRequest(name="one", device="cpu", rows=4, stages=1, dtype=moe_pb2.DTYPE_BF16)
+    with pytest.raises(UnknownRegion, match="so it is"):
+        lanes.attach(request, "unix:")
+    assert not regions.list() and not regions.bytes
+    lanes.close()
+    regions.close()
 
 
 def test_memory_stays_registered_until_the_rank_lets_go_of_the_lane() -> None:

@@ -202,8 +202,12 @@ class DataConnection:
         elif data is not None and self._lane.takes:
             self._over_lane(request, leave)
         else:
-            if data is not None:
-                self._region.place(request, data)
+            try:
+                if data is not None:
+                    self._region.place(request, data)
+            except BaseException:
+                leave()
+                raise
             self._begin(request, leave)
         return True
 
@@ -225,7 +229,9 @@ class DataConnection:
             self._answering = True
         try:
             reply = self._lane.answered(request, lambda: not (self._ending or self._readable.poll(0)))
-            if reply is not None:
+            if reply is None:
+                self._lane.place(request)
+            else:
                 over.reply.CopyFrom(reply)
         except (DeadlinePassed, GroupUnavailable) as failed:
             status = status_of(failed)
@@ -239,7 +245,6 @@ class DataConnection:
             leave()
             raise
         if reply is None:
-            self._lane.place(request)
             self._begin(request, leave)
             return
         leave()

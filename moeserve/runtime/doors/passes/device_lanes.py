@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -122,35 +122,32 @@ class DeviceLanes:
     ) -> tuple[AnnouncedLane, moe_pb2.AttachLaneReply]:
         """A lane with its memory, and what its caller is told."""
         model, limits, regions = self._model, self._limits, self._regions
-        name, size = regions.create(layout.mailbox_bytes, peer)
-        try:
+        with ExitStack() as undo:  # where it fails half-way
+            name, size = regions.create(layout.mailbox_bytes, peer)
+            undo.callback(self._released, name)
             answers, answers_size = regions.create(layout.answers_bytes, peer)
-            held = (regions.hold(name, 0, size), regions.hold(answers, 0, answers_size))
-        except BaseException:
-            with suppress(UnknownRegion):
-                regions.release(name)
-            raise
-        terms = LaneTerms(
-            frozenset(model.layers),
-            limits.patience,
-            limits.answer,
-            lambda status: self.on_pass(status),
-            ahead=min(limits.ahead, limits.patience / 2),  # the device waits for no longer than its patience
-        )
-        memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
-        handle, wire = b"", ""
-        try:
+            undo.callback(self._released, answers)
+            box = regions.hold(name, 0, size)
+            undo.callback(box.close)
+            held = (box, regions.hold(answers, 0, answers_size))
+            undo.callback(held[1].close)
+            terms = LaneTerms(
+                frozenset(model.layers),
+                limits.patience,
+                limits.answer,
+                lambda status: self.on_pass(status),
+                ahead=min(
+                    limits.ahead, limits.patience / 2
+                ),  # the device waits for no longer than its patience
+            )
+            memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
+            handle, wire = b"", ""
             if self.looking.mail is None or request.device == "cpu":
                 lane = self._host_lane(memory, terms, peer)
             else:
                 made, handle = self.looking.mail.lane(request, memory, terms)
                 made.company, lane, wire = (lambda: self.looking.company_of(made)), made, made.wire
-        except BaseException:
-            for one in held:
-                one.close()
-            for region in (name, answers):
-                regions.release(region)
-            raise
+            undo.pop_all()
         reply = moe_pb2.AttachLaneReply(
             mailbox=name,
             answers=answers,
@@ -358,5 +355,8 @@ class DeviceLanes:
         """Gives its memory back, which its caller may have done at the same time."""
         lane.close()
         for name in (lane.memory.mailbox, lane.memory.answers):
-            with suppress(UnknownRegion):
-                self._regions.release(name)
+            self._released(name)
+
+    def _released(self, name: str) -> None:
+        with suppress(UnknownRegion):
+            self._regions.release(name)

@@ -26,6 +26,9 @@ WRONG = (
 )
 """How a step fails that its caller has got wrong. After another failure the caller may try again."""
 
+LEASE_ENDED = "unknown_region"
+"""Why a step fails whose rows or answer lie in the lane's memory no more: its caller has let go of that."""
+
 
 class Call(Protocol):
     """A step of this lane that is under way."""
@@ -95,6 +98,9 @@ class HostPass:
         if how.code == RESOURCE_EXHAUSTED:
             after = how.pushback_ms / 1000 if how.HasField("pushback_ms") else SOON_SECONDS
             stage.again, stage.refused = now + after, min(stage.refused, now)
+            return
+        if how.reason == LEASE_ENDED:
+            self.ends = Status.DETACHED, "its caller's lease ended"
             return
         status = Status.REFUSED if (how.code, how.reason) in WRONG else Status.LOST
         if how.reason == "wrong_version":
