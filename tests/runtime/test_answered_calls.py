@@ -49,7 +49,7 @@ class Reader:
         enter(opened.hidden.shape[0])
         assert opened.experts is not None and opened.weights is not None
         batch = LaneBatch(request.layer, opened.hidden, opened.experts, opened.weights, deadline)
-        return CheckedRequest(batch, "shared_memory", opened)
+        return CheckedRequest(batch, opened)
 
 
 class Context:

@@ -74,3 +74,16 @@ def test_rows_that_are_there_are_let_in_before_anything_is_computed_of_them(door
     door.door.admission.full = True
     door.reader._gate = None  # type: ignore[assignment]  # nobody chooses experts
     assert begun(door, request) == ("overloaded", [3])
+
+
+def test_a_call_that_is_refused_is_counted_by_how_its_rows_come(door: Door) -> None:
+    observed = list[tuple[str, str, str]]()
+    door.door._observe = lambda *told: observed.append(told[:3])  # type: ignore[assignment]
+    request = moe_pb2.ForwardRequest.FromString(door.seeds[-1])  # its rows lie in a region
+    assert isinstance(door.door.admission, Counting)
+    door.door.admission.full = True
+    request.output.offset = request.output.size
+    for method in ("RegionCall", "DataConnection"):
+        assert door.door.begin(request, lambda reply: None, "unix:", method) is None
+    code = "RESOURCE_EXHAUSTED"
+    assert observed == [("RegionCall", "shared_memory", code), ("DataConnection", "inline", code)]

@@ -93,6 +93,7 @@ def there(door: Door, admission: Admission) -> Iterator[DataConnections]:
         admission,
         MOST,
         keys=NOW.keys,
+        observe=lambda *told: door.refused.append(told[:3]),
     )
     yield made
     made.close()
@@ -332,6 +333,7 @@ def test_calls_over_the_limits_are_refused_and_may_come_back(
     with pytest.raises(Overloaded, match=r"server\.max_concurrent_calls") as refused:
         connection.receive()
     assert refused.value.retry_after and connection.fresh, "its message was read, and thrown away"
+    assert door.refused == [("DataConnection", "inline", "RESOURCE_EXHAUSTED")]
     for _, ended, _ in list(door.asked):
         ended(moe_pb2.ForwardStreamReply(reply=moe_pb2.ForwardReply()))
     for one in others:

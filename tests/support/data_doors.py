@@ -40,6 +40,7 @@ class Door:
         self.regions = Regions(RegionLimits(max_bytes=8 * MOST))
         self.calls: list[Call] = []
         self.left: list[Call] = []
+        self.refused: list[tuple[str, str, str]] = []  # calls that did not come here, as they are counted
         self.came = threading.Semaphore(0)
         self.fails: Exception | None = None
         self.at_once: moe_pb2.ForwardStreamReply | None = None

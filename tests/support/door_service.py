@@ -36,7 +36,14 @@ class Service:
         self.read = 0
         self.reply_bytes = 0  # of the data in a stream's reply, where the hidden states lie in a region
         self.answer = moe_pb2.ForwardReply(epoch=5)
-        self.endpoint = Endpoint({"LaneService": self}, NOT_THE_FRONT_DOOR, DoorLimits(**limits), 1 << 26)
+        self.observed: list[tuple[str, str, str]] = []  # calls that were refused before they came here
+        self.endpoint = Endpoint(
+            {"LaneService": self},
+            NOT_THE_FRONT_DOOR,
+            DoorLimits(**limits),
+            1 << 26,
+            observe=lambda *told: self.observed.append(told[:3]),
+        )
         self.address = self.endpoint.start("127.0.0.1", 0)
         self.endpoint.set_serving(serving=True)
         options = [("grpc.use_local_subchannel_pool", 1)]

@@ -80,10 +80,11 @@ def _handler(
     parse = GetMessageClass(method.input_type).FromString
     serialize = GetMessageClass(method.output_type).SerializeToString
     if method.name == "Forward" and getattr(getattr(answering, "__self__", None), "carries", False):
-        return calling.unary(answering, unpacking(moe_pb2.ForwardRequest), packed, "calls")
+        return calling.unary(answering, unpacking(moe_pb2.ForwardRequest), packed, "calls", method.name)
     if method.client_streaming:
-        return calling.stream(answering, parse, serialize)
-    return calling.unary(answering, parse, serialize, _SORT.get(method.name, "questions"))
+        return calling.stream(answering, parse, serialize, method.name)
+    sort = _SORT.get(method.name, "questions")
+    return calling.unary(answering, parse, serialize, sort, method.name)
 
 
 _SORT = {"Forward": "calls", **dict.fromkeys(("Rebalance", "Reload", "Scale"), "operations")}

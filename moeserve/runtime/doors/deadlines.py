@@ -12,6 +12,10 @@ Observe = Callable[[str, str, str, float], None]
 """`(method, transport, code, seconds)` of an ended request, as metrics count it."""
 
 
+def uncounted(method: str, transport: str, code: str, seconds: float) -> None:
+    """Counts nothing."""
+
+
 def seconds_left(context: grpc.ServicerContext) -> float | None:
     """Seconds until the caller's deadline; None where it set none, for which gRPC says centuries.
 

@@ -16,6 +16,7 @@ from moeserve.runtime.doors.calls.connection_lane import OwnLanes
 from moeserve.runtime.doors.calls.data_connections import DataConnections, Offer
 from moeserve.runtime.doors.calls.lane_stream import Begins
 from moeserve.runtime.doors.contract import Servicers, register
+from moeserve.runtime.doors.deadlines import Observe, uncounted
 from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health
 from moeserve.runtime.doors.payloads.regions import Regions
@@ -44,10 +45,12 @@ class Endpoint:
         limits: DoorLimits,
         max_message_bytes: int,
         keys: Keys = NO_KEYS,
+        observe: Observe = uncounted,
     ) -> None:
-        self._keys = keys
+        """observe: is told of calls that are refused before a servicer sees them, by their method's name."""
+        self._keys, self._observe = keys, observe
         self._admission, self._most_bytes = Admission(limits), max_message_bytes
-        self._calling = Calling(self._admission)
+        self._calling = Calling(self._admission, observe)
         self._data: DataConnections | None = None
         others = ThreadPoolExecutor(REFLECTIONS, thread_name_prefix="reflection")
         self._server = grpc.server(
@@ -69,7 +72,7 @@ class Endpoint:
         watch = self._calling.in_thread(self._health.watch, "health")
         watch.experimental_non_blocking = True  # type: ignore[attr-defined]  # it is given a callback, and returns
         handlers = {
-            "Check": self._calling.unary(self._health.check, parse, serialize, "health"),
+            "Check": self._calling.unary(self._health.check, parse, serialize, "health", "Check"),
             "Watch": grpc.unary_stream_rpc_method_handler(watch, parse, serialize),
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
@@ -97,7 +100,7 @@ class Endpoint:
         what offers one to a caller. lanes: over which calls may go. Raises OSError.
         """
         self._data = DataConnections(
-            host, door, regions, self._admission, self._most_bytes, lanes, self._keys
+            host, door, regions, self._admission, self._most_bytes, lanes, self._keys, self._observe
         )
         return self._data.offer
 

@@ -23,7 +23,7 @@ from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.payloads.regions import Regions
-from moeserve.runtime.doors.request import CheckedRequest, RequestReader
+from moeserve.runtime.doors.request import CheckedRequest, RequestReader, transport_of
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneCall
@@ -111,7 +111,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         if isinstance(request, Carried):
             data = request.data
             request = request.message
-        started, transport, code = time.perf_counter(), "inline", "OK"
+        started, transport, code = time.perf_counter(), transport_of(request), "OK"
         leave: Leave = _not_held
         remaining = seconds_left(context)
         deadline = math.inf if remaining is None else time.monotonic() + remaining
@@ -122,7 +122,6 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
 
         try:
             asked = self._reader.read(request, deadline, data, enter)
-            transport = asked.transport
             try:
                 return self._run(asked, context)
             finally:
@@ -229,7 +228,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         """
         started = time.perf_counter()
         deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
-        transport = "inline"
+        # over a data connection rows come from afar, and lie in a region of its own
+        transport = "inline" if method == DATA_CONNECTION else transport_of(request)
         leave: Leave = _not_held
 
         def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
@@ -259,8 +259,6 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         except Exception as error:
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None
-        if method != DATA_CONNECTION:  # whose rows came from afar, and lie in a region of its own
-            transport = asked.transport
 
         def reply(call: LaneCall) -> None:
             end(lambda: asked.reply(*call.result()))

@@ -35,7 +35,6 @@ class CheckedRequest:
     """
 
     batch: LaneBatch
-    transport: str  # inline, shared_memory
     request: OpenRequest
 
     def reply(self, answer: Tensor, stamp: Stamp) -> moe_pb2.ForwardReply:
@@ -54,6 +53,12 @@ class CheckedRequest:
             self.request.close()
         else:
             self.batch.lent.memory.done()
+
+
+def transport_of(request: moe_pb2.ForwardRequest) -> str:
+    """How a request's rows come, or its answer goes, as metrics name it."""
+    shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
+    return "shared_memory" if shared else "inline"
 
 
 def _let_in(rows: int) -> None:
@@ -108,12 +113,10 @@ class RequestReader:
         except BaseException:
             opened.close()
             raise
-        shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
         in_place = opened.reached and hidden.data_ptr() == opened.hidden.data_ptr()
         lent = Lent(CallerMemory(opened.close), in_place, opened.home)
         return CheckedRequest(
             LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version, lent),
-            "shared_memory" if shared else "inline",
             opened,
         )
 

@@ -130,6 +130,7 @@ class HeadProcess:
             door_limits(server),
             server.max_message_bytes,
             keys,
+            self._front.observe,
         )
         self._telling = threading.Lock()  # for what health says
         self.coordinator.on_change = self._changed

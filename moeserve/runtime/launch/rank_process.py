@@ -232,6 +232,7 @@ class _RankProcess:
             door_limits(config.server),
             config.server.max_message_bytes,
             keys,
+            self._telemetry.request,
         )
         self.member.on_serving = self._serving
         self.member.on_layers = self._layers_open

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -21,9 +21,10 @@ from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.callers import FirstMessages
 from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed, held_bytes
 from moeserve.runtime.doors.calls.threads import Threads
+from moeserve.runtime.doors.deadlines import Observe, uncounted
 from moeserve.runtime.doors.failures import guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
-from moeserve.runtime.errors import GroupUnavailable
+from moeserve.runtime.errors import CallerLeft, GroupUnavailable, LaneFull
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,9 @@ QUESTIONS = 16  # such as GetTopology, which wait for nothing
 class Calling:
     """Makes the handlers of one server, and has the threads that they run in."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, admission: Admission, observe: Observe = uncounted) -> None:
+        """observe: is told of calls that are refused here, before their door sees them."""
+        self._admission, self._observe = admission, observe
         self._late = DeadlineWatch()
         limits = admission.limits
         threads = {
@@ -67,9 +69,10 @@ class Calling:
         return run
 
     def unary(
-        self, answering: Callable[..., Any], parse: Parse, serialize: Serialize, sort: str
+        self, answering: Callable[..., Any], parse: Parse, serialize: Serialize, sort: str, method: str
     ) -> grpc.RpcMethodHandler:
-        """The handler of calls with one message, which has to arrive in time.
+        """The handler of calls with one message, which has to arrive in time. method: as metrics name those
+        of the sort `calls`.
 
         To gRPC it is a stream of one message, which is the same on the wire: for the message of a unary call
         gRPC waits without a bound.
@@ -77,14 +80,9 @@ class Calling:
 
         def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Any:
             if sort != "calls":
-                message = self._first(messages, context, sort)
+                message = guarded(context, lambda: self._first(messages, context, sort))
                 return answering(guarded(context, lambda: message.parsed(parse, forward=False)), context)
-            call = guarded(context, lambda: self._begin(context))
-            message = self._first(messages, context, sort)
-            call.at_end(self._entered(message.nbytes, context))
-            request = guarded(context, lambda: message.parsed(parse, forward=True))
-            if more := held_bytes(request, message.nbytes) - message.nbytes:
-                call.at_end(self._enlarged(message.nbytes, more, context))
+            call, request = self._let_in(messages, context, parse, method)
             reply = answering(request, context)
             within = time.monotonic() + self._admission.limits.unread_seconds
             watched = self._late.add(within, partial(_leave_alone, context, "takes no reply"))
@@ -94,7 +92,7 @@ class Calling:
         return grpc.stream_unary_rpc_method_handler(self.in_thread(answer, sort), Unparsed, serialize)
 
     def stream(
-        self, answering: Callable[..., Any], parse: Parse, serialize: Serialize
+        self, answering: Callable[..., Any], parse: Parse, serialize: Serialize, method: str
     ) -> grpc.RpcMethodHandler:
         """The handler of streams. A message that cannot be parsed is the last that is read.
 
@@ -103,7 +101,11 @@ class Calling:
         """
 
         def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Iterator[Any]:
-            opened = guarded(context, lambda: self._admission.open_stream(context.peer()))
+            started = time.perf_counter()
+            try:
+                opened = self._admission.open_stream(context.peer())
+            except LaneFull as full:
+                self._refuse(full, context, method, started)
             calls = StreamCalls(self._admission, parse)
 
             def over() -> None:
@@ -123,7 +125,7 @@ class Calling:
                     self._late.remove(watched)
                 calls.taken(reply)
             if calls.wrong is not None:
-                status_of(calls.wrong).abort(context)
+                self._refuse(calls.wrong, context, method, started)
 
         return grpc.stream_stream_rpc_method_handler(self.in_thread(answer, "streams"), Unparsed, serialize)
 
@@ -162,29 +164,52 @@ class Calling:
         with self._lock:
             self._under_way -= 1
 
+    def _let_in(
+        self, messages: Iterator[Unparsed], context: grpc.ServicerContext, parse: Parse, method: str
+    ) -> tuple[_Call, Any]:
+        """A call with its request. One that may not begin ends here, and is counted: no door sees it."""
+        started = time.perf_counter()
+        try:
+            call = self._begin(context)
+            message, peer = self._first(messages, context, "calls"), context.peer()
+            call.at_end(self._admission.enter(peer, message.nbytes))
+            request = message.parsed(parse, forward=True)
+            if more := held_bytes(request, message.nbytes) - message.nbytes:
+                call.at_end(self._admission.enlarge(peer, message.nbytes, more))
+        except Exception as error:
+            self._refuse(error, context, method, started)
+        return call, request
+
+    def _refuse(
+        self, error: Exception, context: grpc.ServicerContext, method: str, started: float
+    ) -> NoReturn:
+        """Ends a call with the status of `error`, and counts it."""
+        status = status_of(error)
+        self._observe(method, "inline", status.code, time.perf_counter() - started)
+        status.abort(context)
+
     def _first(self, messages: Iterator[Unparsed], context: grpc.ServicerContext, sort: str) -> Unparsed:
         """The message of a unary call, which is cancelled where it does not come in time, or keeps a thread
-        that others need; it is refused where its host keeps too many of them.
+        that others need. Raises LaneFull where its caller keeps too many of them, CallerLeft and BadRequest.
         """
-        within = time.monotonic() + self._admission.limits.request_seconds
-        waits, left = self._first_messages[sort], partial(_leave_alone, context, "sends no message")
-        entry = guarded(context, lambda: waits.begin(context.peer(), left))
-        watched = self._late.add(within, left)
+        within, left = time.monotonic() + self._admission.limits.request_seconds, list[bool]()
+
+        def leave() -> None:
+            left.append(True)
+            _leave_alone(context, "sends no message")
+
+        waits = self._first_messages[sort]
+        entry = waits.begin(context.peer(), leave)
+        watched = self._late.add(within, leave)
         try:
             return next(messages)
-        except StopIteration:
-            status_of(BadRequest("the call ended without its message")).abort(context)
+        except (StopIteration, grpc.RpcError) as over:  # of a call that is cancelled either may come
+            if left or isinstance(over, grpc.RpcError):
+                raise CallerLeft("the caller left, or was left, before its message was there") from None
+            raise BadRequest("the call ended without its message") from None
         finally:
             self._late.remove(watched)
             waits.over(entry)
-
-    def _enlarged(self, nbytes: int, more: int, context: grpc.ServicerContext) -> Callable[[], None]:
-        """Counts `more` bytes of a call that was let in with `nbytes`; ends it where there is no room."""
-        return guarded(context, lambda: self._admission.enlarge(context.peer(), nbytes, more))
-
-    def _entered(self, nbytes: int, context: grpc.ServicerContext) -> Callable[[], None]:
-        """Lets a call of `nbytes` in; ends it where there is no room. Returns what says that it ended."""
-        return guarded(context, lambda: self._admission.enter(context.peer(), nbytes))
 
 
 def _leave_alone(context: grpc.ServicerContext, why: str) -> None:

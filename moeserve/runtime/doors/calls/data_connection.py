@@ -29,6 +29,7 @@ from moeserve.runtime.doors.calls.connection_lane import ConnectionLane, OwnLane
 from moeserve.runtime.doors.calls.connection_region import ConnectionRegion
 from moeserve.runtime.doors.calls.framing import check_framing
 from moeserve.runtime.doors.calls.lane_stream import Begins, Started
+from moeserve.runtime.doors.deadlines import Observe
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
@@ -61,6 +62,7 @@ class Terms:
     most_bytes: int  # of one message with its data
     rooms: threading.BoundedSemaphore  # of which each region takes one
     lanes: OwnLanes | None  # None: calls go over none
+    observe: Observe  # is told of calls that are refused here
 
 
 class _Asked:
@@ -123,6 +125,7 @@ class DataConnection:
         self._answering = False  # an answer is not sent whole
         self._left: Buffers = []  # of an answer that is to be sent by this connection's thread
         self._ending = False
+        self._began = 0.0  # when the request came that was read last
         self._region = ConnectionRegion(of.regions, of.rooms)
         self._lane = ConnectionLane(of.lanes, peer, self._limits.rest_seconds)
         self._awake = Awake(0.0 if of.lanes is None else of.lanes.spin)
@@ -164,7 +167,8 @@ class DataConnection:
 
     def _take(self) -> bool:
         """Reads a request and begins its call; False where the caller has left."""
-        until = time.monotonic() + self._limits.request_seconds
+        self._began = time.monotonic()
+        until = self._began + self._limits.request_seconds
 
         def wait() -> None:
             self._wait(self._readable, until, "its message did not come within server.request_seconds")
@@ -276,8 +280,9 @@ class DataConnection:
                 self._call = started
 
     def _refuse(self, job_id: str, error: Exception) -> None:
-        failed = status_of(error).as_message()
-        self._answer(moe_pb2.ForwardStreamReply(job_id=job_id, error=failed))
+        status = status_of(error)
+        self._of.observe(DATA_CONNECTION, "inline", status.code, time.monotonic() - self._began)
+        self._answer(moe_pb2.ForwardStreamReply(job_id=job_id, error=status.as_message()))
 
     def _answer(self, reply: moe_pb2.ForwardStreamReply) -> None:
         """Sends a reply, or leaves that to the connection's thread; from any thread."""

@@ -23,6 +23,7 @@ from moeserve.runtime.doors.calls.callers import Places
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
 from moeserve.runtime.doors.calls.data_connection import DataConnection, Terms
 from moeserve.runtime.doors.calls.lane_stream import Begins
+from moeserve.runtime.doors.deadlines import Observe, uncounted
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
 
@@ -49,13 +50,15 @@ class DataConnections:
         most_bytes: int,
         lanes: OwnLanes | None = None,
         keys: Keys = NO_KEYS,
+        observe: Observe = uncounted,
     ) -> None:
         """most_bytes: of one message with its data. lanes: None: calls go over none. keys: whether callers
-        come over TLS, and what they are shown.
+        come over TLS, and what they are shown. observe: is told of calls that are refused before the door
+        sees them.
         """
         # half of the regions at most; the rest is others'
         rooms = threading.BoundedSemaphore(max(1, regions.limits.max_regions // 2))
-        self._terms = Terms(door, regions, admission, most_bytes, rooms, lanes)
+        self._terms = Terms(door, regions, admission, most_bytes, rooms, lanes, observe)
         self._keys = keys
         listener = socket.create_server((host, 0))
         self.port: int = listener.getsockname()[1]
