@@ -35,7 +35,7 @@ class Ends:
     def __init__(self, encryption: Encryption) -> None:
         self.trusts, self.door = encryption.trusts, Door()
         limits = DoorLimits(
-            calls=4, streams=5, nbytes=8 * MOST, request_seconds=SECONDS, unread_seconds=SECONDS
+            calls=4, streams=8, nbytes=8 * MOST, request_seconds=SECONDS, unread_seconds=SECONDS
         )
         self.admission = Admission(limits)
         self.lane = DataConnections(

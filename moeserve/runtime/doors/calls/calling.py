@@ -44,7 +44,7 @@ class Calling:
         self._late = DeadlineWatch()
         limits = admission.limits
         threads = {
-            "calls": limits.calls + SPARE_THREADS,
+            "calls": 2 * (limits.calls + SPARE_THREADS),
             "streams": limits.streams + SPARE_THREADS,
             "operations": OPERATIONS + SPARE_THREADS,
             "questions": QUESTIONS,
@@ -55,7 +55,7 @@ class Calling:
         self._lock = threading.Lock()
         self._pools = {sort: Threads(count, sort) for sort, count in threads.items()}
         self._first_messages = {
-            sort: FirstMessages(count if sort == "calls" else count // 2, small=sort != "calls")
+            sort: FirstMessages(count // 2, small=sort != "calls")  # the others are for calls that run
             for sort, count in threads.items()
         }
 
