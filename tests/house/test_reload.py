@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -196,11 +197,15 @@ def test_a_checkpoint_of_another_shape_is_refused(served: Served, client: MoeCli
 def test_an_unreadable_checkpoint_leaves_nothing_behind(
     served: Served, client: MoeClient, tmp_path: Path
 ) -> None:
-    shutil.copytree(served.new, tmp_path / "longer")
-    with (tmp_path / "longer" / "model.safetensors").open("ab") as file:
-        file.write(bytes(8))  # more than its header says, which is seen when a tensor is read
+    shutil.copytree(served.new, tmp_path / "odd")
+    file = tmp_path / "odd" / "model.safetensors"
+    whole = file.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:size]) | {"__metadata__": {"format": 1}}  # which is seen when it is read
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + whole[size:])
     version = max(served.versions())
-    reply = client.reload(str(tmp_path / "longer"))
+    reply = client.reload(str(tmp_path / "odd"))
     assert (reply.outcome, reply.epochs, reply.weights_version) == ("abandoned", 0, version)
     assert "cannot read tensor" in reply.reason
     assert served.versions() == [version] * 2
