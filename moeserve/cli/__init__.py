@@ -11,6 +11,7 @@ from importlib import import_module
 
 from moeserve import __version__
 from moeserve.cli.shown.errors import explain
+from moeserve.cli.shown.lines import say
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a checkpoint's experts until told to stop",
@@ -81,7 +82,7 @@ def _run(words: Sequence[str]) -> int:
     except Exception as error:
         if debug or (isinstance(error, BrokenPipeError) and stdout_is_closed()):
             raise
-        print(f"moeserve {command}: {explain(error)}", file=sys.stderr)
+        say(sys.stderr, f"moeserve {command}: {explain(error)}")
         return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from moeserve.cli.arguments.configured import add_config_flags, config_of
+from moeserve.cli.shown.lines import say
 
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
@@ -93,11 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    """Prints a line by one write. `print` writes its end apart where Python does not buffer, and a line of
-    the log, which often goes to the same file, may come between.
-    """
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    """Prints a line on stdout, where somebody reads that: a full pipe keeps no service from its stop."""
+    say(sys.stdout, line)
 
 
 def _tell_manager(state: str) -> None:
@@ -109,7 +107,7 @@ def _tell_manager(state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.sendto(state.encode(), name)
     except OSError as error:
-        sys.stderr.write(f"moeserve serve: NOTIFY_SOCKET={address} takes nothing: {error}\n")
+        say(sys.stderr, f"moeserve serve: NOTIFY_SOCKET={address} takes nothing: {error}")
 
 
 class _Signals:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from processes import descendants_of, gone, is_forkserver
 
 from moeserve.cli import STDOUT_CLOSED, main, stdout_is_closed
 from moeserve.cli.serve import _say
+from moeserve.cli.shown.lines import say
 
 START_SECONDS = 90
 
@@ -27,9 +31,11 @@ class Cluster:
     def start(self):
         print("started", file=sys.stderr)
         sys.stdin.readline()
-    def state(self): return "serving", ""
-    def metrics_targets(self): return []
-    def probes_address(self): return ""
+    def state(self): return ("failed", "no rank is left") if "fails" in sys.argv else ("serving", "")
+    def metrics_targets(self): return ["127.0.0.1:2"]
+    def probes_address(self):
+        print("serving", file=sys.stderr)
+        return "127.0.0.1:3"
     def stop(self): print("stopped", file=sys.stderr)
 
 serve._cluster = lambda config: Cluster()
@@ -57,6 +63,59 @@ def test_serve_ends_what_it_started() -> None:
         assert process.stderr.read() == "stopped\n"
     finally:
         ended(process)
+
+
+@pytest.mark.parametrize(
+    "word, code, last",
+    [("goes on", 0, ""), ("fails", 1, "moeserve serve: the group failed: no rank is left\n")],
+)
+def test_serve_stops_though_nobody_reads_its_stdout(word: str, code: int, last: str) -> None:
+    """`serve | less`, and nobody turns the page."""
+    reader, writer = os.pipe()
+    fill(writer)
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAKE_SERVE, word],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdin and process.stderr
+        assert process.stderr.readline() == "started\n"
+        print(file=process.stdin, flush=True)
+        assert process.stderr.readline() == "serving\n"
+        if not code:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == code
+        assert process.stderr.read() == f"stopped\n{last}"
+    finally:
+        ended(process)
+        os.close(reader)
+        os.close(writer)
+
+
+def fill(writer: int) -> None:
+    """Fills a pipe, so that whoever writes to it waits for a reader."""
+    beside = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(beside, bytes(4096))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(beside, bytes(1))
+    os.close(beside)
+
+
+def test_a_long_line_goes_in_pieces_that_a_pipe_takes() -> None:
+    reader, writer = os.pipe()
+    text, read = "\u20ac" * 100_000, list[bytes]()
+    with os.fdopen(writer, "w", encoding="utf-8") as stdout, os.fdopen(reader, "rb") as stdin:
+        reading = threading.Thread(target=lambda: read.append(stdin.readline()))
+        reading.start()
+        say(stdout, text)
+        reading.join(60)
+    assert read == [f"{text}\n".encode()]
 
 
 def ended(process: subprocess.Popen[str]) -> None:
