@@ -139,10 +139,13 @@ class _Child:
         threading.Thread(target=self._tell, args=(head,), name="tell-launcher", daemon=True).start()
         try:
             self._hear(inside)
+            hearing = threading.Thread(target=self._hear, args=(inside,), name="hear-launcher", daemon=True)
+            hearing.start()  # of ranks that die while calls under way finish
         finally:
             head.stop()
             self._over.set()
             self._changed.set()
+            self._say(now_of(head))  # that it has stopped: any other end is a death
 
     def _hear(self, head: HeadInside) -> None:
         """Returns once the launcher says stop, or is gone."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
@@ -19,7 +17,6 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.keys.sockets import hold_port
-from moeserve.runtime.launch import openmp
 from moeserve.runtime.launch.head_child import (
     CannotStart,
     Fail,
@@ -46,18 +43,6 @@ LEAST_SILENT_SECONDS = 5.0  # before a head that runs is killed, however short i
 STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
 BACKLOG = 1024  # ranks that come between two heads
 AWAY = Now("forming", "the head has ended, and is started again", {}, (), None)
-
-
-def warm_processes(imported: Sequence[str]) -> ForkServerContext:
-    """Where a service's processes come from: one that has imported these modules, those that are installed.
-
-    They have the environment of the first use here, and `openmp.environment`.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(imported))
-    with openmp.for_ranks():
-        forkserver.ensure_running()
-    return context
 
 
 class KeptHead:
@@ -96,6 +81,7 @@ class KeptHead:
             0.0  # when the head last said something, and when that was looked at
         )
         self._stopping = threading.Event()
+        self._one_more = True  # whether a head that dies while the service stops has one to follow it
         self._watch = ProcessWatch()
         self._keeping = threading.Thread(target=self._keep, name="keep-head", daemon=True)
 
@@ -175,8 +161,8 @@ class KeptHead:
             raise TimeoutError(f"the group did not serve within {seconds:.0f} s: {reason}")
 
     def stop(self) -> None:
-        """Lets calls under way finish, and ends the head; it is not started again. A second call does
-        nothing.
+        """Lets calls under way finish, and ends the head. Where that dies meanwhile, one more does so.
+        A second call does nothing.
         """
         if self._stopping.is_set():
             return
@@ -185,6 +171,7 @@ class KeptHead:
         until = time.monotonic() + self._config.server.drain_seconds + STOP_SECONDS
         if self._keeping.is_alive():
             self._keeping.join(until - time.monotonic())
+        self._one_more = False
         if (process := self._process) is not None:
             process.join(max(0.0, until - time.monotonic()))
             if process.runs:
@@ -294,9 +281,14 @@ class KeptHead:
                 self._look_whether_it_hangs()
         except EOFError:
             pass
-        if self._stopping.is_set() or self._now.state == "stopped":
+        return self._now.state == "stopped" or not self._start_again()
+
+    def _may_start(self) -> bool:
+        """Whether a head is to start: while the service stops one more, however it fares."""
+        if not self._stopping.is_set():
             return True
-        return not self._start_again()
+        first, self._one_more = self._one_more, False
+        return first
 
     def _look_whether_it_runs(self) -> None:
         """Kills a head that is stopped, as a rank would be: it is started again."""
@@ -326,7 +318,7 @@ class KeptHead:
         why = f"it ended with {self._ended()}"
         if not self._serves_since_start:  # as the one before it, perhaps
             self._stopping.wait(self._pauses.next())
-        while time.monotonic() - began < seconds and not self._stopping.is_set():
+        while time.monotonic() - began < seconds and self._may_start():
             if late := self._too_long_without():
                 self._failed = f"{late}: {why}"
                 break
@@ -338,7 +330,9 @@ class KeptHead:
                 log.info("the head listens again after %.2f s", time.monotonic() - began)
                 return True
             self._stopping.wait(self._pauses.next())
-        if not self._stopping.is_set():
+        if self._stopping.is_set():
+            log.error("the head is not started again while the service stops: %s", why)
+        else:
             limit = f"cluster.head_seconds = {seconds:g}"
             self._failed = self._failed or f"the head did not start again within {limit}: {why}"
             log.error("%s", self._failed)

@@ -25,9 +25,10 @@ from moeserve.proto.host import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import machine_for, name_process
+from moeserve.runtime.launch.forking import warm_processes
 from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.head_process import ENDED, Head, HeadInside, HeadProcess
-from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
+from moeserve.runtime.launch.kept_head import KeptHead
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import Child, ProcessWatch
@@ -55,7 +56,7 @@ class LocalRanks:
         self._processes_watch = ProcessWatch()
         self._began: dict[int, float] = {}  # rank -> when its process was started
         self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
-        self._stopping = threading.Event()  # nothing is started any more
+        self._stopping = threading.Event()  # no seat is filled any more
         self._watched = threading.Event()  # until calls under way were answered: a rank may stop meanwhile
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._lock = threading.Lock()
@@ -70,7 +71,9 @@ class LocalRanks:
         self._watching.start()
 
     def stop(self, stop_head: Callable[[], None]) -> None:
-        """Starts nothing any more, has the head stopped, and ends every process that was started here."""
+        """Has the head stopped, which lets calls under way finish, and ends every process that was started
+        here. No seat is filled any more; ranks that die before the head has ended are started again.
+        """
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -154,12 +157,18 @@ class LocalRanks:
         self._note_joined()
         self._follow_seats(self._head.wanted())
         for rank, process in list(self._processes.items()):
-            if rank not in self._retiring and not process.runs and not self._stopping.is_set():
+            if rank not in self._retiring and not process.runs and self._is_to_run(process):
                 self._start_again(rank, process)
         for rank, pid, why in self._standing():
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
             self._head.given_up(RankProcess(rank, pid, host_id()), why)
             self._kill(rank, pid)
+
+    def _is_to_run(self, process: Child) -> bool:
+        """Whether a rank that has ended is to be started again: also while the service stops, since calls
+        under way wait for it, but for one that the head has told to stop.
+        """
+        return not self._stopping.is_set() or process.exitcode != 0
 
     def _follow_seats(self, wanted: Collection[int] | None) -> None:
         """Starts ranks for seats that are new, and ends those whose seats are no more. None: nobody knows."""

@@ -36,6 +36,7 @@ class Heads:
         self.serving, self.lasts = True, SECONDS
         self.beats = True  # it says all the time that it is alive
         self.aborted = ""  # why its last generation ended
+        self.stops = True  # told to stop, it does; it dies otherwise
 
     Pipe = staticmethod(multiprocessing.Pipe)
 
@@ -74,6 +75,8 @@ class FakeHead:
                 if isinstance(said, Living):
                     self.living = dict(said.processes)
                 if isinstance(said, Stop):
+                    if self._heads.stops:
+                        self._pipe.send(Now("stopped", "", {}, (), RANKS, versions=3))
                     break
         self._pipe.close()
         self._over.set()
@@ -150,16 +153,53 @@ def test_a_service_that_is_told_to_stop_while_its_head_starts_again_stops(slow: 
     assert not heads.made[1].killed.is_set()
 
 
+def test_a_head_that_dies_while_the_service_stops_is_followed_by_one_that_lets_calls_finish() -> None:
+    heads = Heads()
+    heads.stops = False
+    kept = kept_by(heads)
+    kept.start()
+
+    def next_one() -> None:
+        heads.stops = True
+
+    heads.before_start = next_one
+    kept.stop()
+    assert [head.said[-1] for head in heads.made] == [Stop, Stop]
+    assert heads.made[1].spec.start.again and kept.state() == ("stopped", "")
+
+
+def test_heads_that_die_one_after_the_other_keep_no_service_from_its_stop() -> None:
+    heads = Heads()
+    heads.stops = False
+    kept = kept_by(heads)
+    kept.start()
+    kept.stop()
+    assert len(heads.made) == 2 and not kept._keeping.is_alive()
+
+
+def test_a_service_that_is_told_to_stop_between_two_heads_has_one_more() -> None:
+    heads = Heads()
+    kept = kept_by(heads)
+    kept.start()
+    heads.before_start = lambda: (_ for _ in ()).throw(OSError("no process now"))
+    until(lambda: kept.state()[0] == "serving")
+    heads.made[0].kill()
+    until(lambda: len(heads.made) > 2)  # it waits between two that cannot start
+    heads.before_start = lambda: None
+    kept.stop()
+    assert Stop in heads.made[-1].said and kept.state()[0] == "stopped"
+
+
 def test_heads_that_end_before_they_serve_are_started_less_and_less_often() -> None:
     heads = Heads()
     heads.serving, heads.lasts = False, 0.01
     kept = kept_by(heads)
     kept.start()
     time.sleep(2.0)
-    made = len(heads.made)
+    made, state = len(heads.made), kept.state()[0]
     kept.stop()
     assert 2 <= made <= 10
-    assert kept.state()[0] == "forming"
+    assert state == "forming"
 
 
 def test_a_service_whose_heads_never_serve_ends_when_it_is_to_give_up() -> None:

@@ -13,7 +13,7 @@ from moeserve.runtime.launch import openmp
 ASKS = """
 import os
 from concurrent.futures import ProcessPoolExecutor
-from moeserve.runtime.launch.kept_head import warm_processes
+from moeserve.runtime.launch.forking import warm_processes
 
 with ProcessPoolExecutor(1, warm_processes(())) as pool:
     print(pool.submit(os.getenv, "GOMP_SPINCOUNT").result(), os.getenv("GOMP_SPINCOUNT"))

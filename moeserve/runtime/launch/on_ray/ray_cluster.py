@@ -23,8 +23,9 @@ from moeserve.proto.host import usable_cores
 from moeserve.runtime.config import Config
 from moeserve.runtime.config_checks import is_loopback
 from moeserve.runtime.launch.environment import machine_for
+from moeserve.runtime.launch.forking import warm_processes
 from moeserve.runtime.launch.head_child import run_head
-from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
+from moeserve.runtime.launch.kept_head import KeptHead
 from moeserve.runtime.launch.on_ray.ray_ranks import RankActors
 from moeserve.runtime.sections import ConfigError
 

@@ -1,0 +1,62 @@
+"""A process of a service dies while that stops: calls under way are answered all the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from failures import stand_still
+from houses import Alone, request_of
+from served import Service, served
+
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.client import MoeClient
+from moeserve.proto.tensors import as_torch, spec_of
+
+EP2 = ("--launcher", "local", "--data-parallel-size", "2", "--enable-expert-parallel")
+SECONDS = 60.0
+
+
+def until(true: Callable[[], object], service: Service) -> None:
+    limit = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < limit, service.log.read_text()[-3000:]
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("dies", ["moeserve-head", "moeserve-rank1"])
+def test_a_call_under_way_is_answered_though_a_process_dies_while_the_service_stops(
+    tmp_path: Path, checkpoint_path: Path, alone: Alone, dies: str
+) -> None:
+    patient = tmp_path / "service.toml"
+    patient.write_text(
+        f"[server]\ndrain_seconds = {SECONDS}\nleaving_seconds = 0.0\n"
+        f"[cluster]\nstopped_seconds = 0.0\n[step]\ntimeout_seconds = {SECONDS}\n"
+    )
+    batch = alone.batch(8, seed=3)
+    with served(tmp_path, checkpoint_path, str(patient), *EP2) as service:
+        with MoeClient(service.address) as client:
+            lane = next(one.address for one in client.topology().lanes if one.rank == 0)
+            slow = service.named("moeserve-rank1")
+            stand_still(slow)
+            with grpc.insecure_channel(lane) as channel:
+                asked = moe_pb2_grpc.LaneServiceStub(channel).Forward.future(
+                    request_of(1, batch), timeout=SECONDS
+                )
+                until(lambda: client.status().in_flight, service)
+                service.process.send_signal(signal.SIGTERM)
+                until(lambda: "lanes take no further call" in service.log.read_text(), service)
+                os.kill(service.named(dies), signal.SIGKILL)
+                if dies != "moeserve-rank1":
+                    os.kill(slow, signal.SIGCONT)
+                answer: moe_pb2.ForwardReply = asked.result(SECONDS)
+        assert service.process.wait(SECONDS) == 0
+        assert "does not stop" not in service.log.read_text()
+    found = as_torch(answer.hidden.data, spec_of(answer.hidden, "x", rank=2, dtypes=("fp32",)))
+    torch.testing.assert_close(found, alone.forward(1, *batch), rtol=1e-4, atol=1e-4)
