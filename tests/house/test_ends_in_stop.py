@@ -13,6 +13,7 @@ import pytest
 import torch
 from failures import stand_still
 from houses import Alone, request_of
+from processes import descendants_of
 from served import Service, served
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -30,7 +31,7 @@ def until(true: Callable[[], object], service: Service) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("dies", ["moeserve-head", "moeserve-rank1"])
+@pytest.mark.parametrize("dies", ["moeserve-head", "moeserve-rank1", ""])
 def test_a_call_under_way_is_answered_though_a_process_dies_while_the_service_stops(
     tmp_path: Path, checkpoint_path: Path, alone: Alone, dies: str
 ) -> None:
@@ -50,9 +51,11 @@ def test_a_call_under_way_is_answered_though_a_process_dies_while_the_service_st
                     request_of(1, batch), timeout=SECONDS
                 )
                 until(lambda: client.status().in_flight, service)
-                service.process.send_signal(signal.SIGTERM)
+                for pid in [service.pid, *([] if dies else map(int, descendants_of(service.pid)))]:
+                    os.kill(pid, signal.SIGTERM)  # none dies, though all are sent it
                 until(lambda: "lanes take no further call" in service.log.read_text(), service)
-                os.kill(service.named(dies), signal.SIGKILL)
+                if dies:
+                    os.kill(service.named(dies), signal.SIGKILL)
                 if dies != "moeserve-rank1":
                     os.kill(slow, signal.SIGCONT)
                 answer: moe_pb2.ForwardReply = asked.result(SECONDS)

@@ -1,22 +1,65 @@
-"""Where a service's processes come from: one that has imported everything and has done nothing."""
+"""Where a service's processes come from: one that has imported everything and has done nothing.
+
+A terminal's Ctrl-C, and a SIGTERM of systemd's or of `timeout`, reach every process of the service. The one
+that was started stops the others, calls under way first: they leave both signals to it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
-from collections.abc import Sequence
-from multiprocessing import forkserver
+import multiprocessing.util  # before `atexit.register`: what is registered later is called first
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 
 from moeserve.runtime.launch import openmp
 
+DEAF = "deaf"
+"""Begins the names of processes that `hear_no_signals`: multiprocessing would wait for their end for ever."""
 
-def warm_processes(imported: Sequence[str]) -> ForkServerContext:
+
+def warm_processes(imported: Sequence[str], *, heed_sigterm: bool = True) -> ForkServerContext:
     """Where a service's processes come from: one that has imported these modules, those that are installed.
 
-    They have the environment of the first use here, and `openmp.environment`.
+    They have the environment of the first use here, and `openmp.environment`. heed_sigterm: False blocks
+    SIGTERM there and in all of them, until they `hear_no_signals`: for a program that has no other processes
+    of this kind.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imported))
-    with openmp.for_ranks():
+    with openmp.for_ranks(), nullcontext() if heed_sigterm else _blocked(signal.SIGTERM):
         forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes that this thread starts meanwhile begin with the signal blocked. One that comes for this
+    process is heard by another thread, or afterwards.
+    """
+    resource_tracker.ensure_running()  # which unblocks signals where it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def hear_no_signals() -> None:
+    """Leaves SIGINT and SIGTERM to the launcher: the calling process ends by its word, its end, or killed."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _kill_left() -> None:
+    """Kills what a program that ends without a stop has left: multiprocessing sends SIGTERM, and waits."""
+    for process in multiprocessing.active_children():
+        if process.name.startswith(DEAF):
+            process.kill()
+
+
+atexit.register(_kill_left)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 import select
-import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import name_process, tune_process
+from moeserve.runtime.launch.forking import hear_no_signals
 from moeserve.runtime.launch.head_process import HeadInside, HeadProcess, HeadStart, Seated, seated
 from moeserve.runtime.telemetry import logs
 
@@ -101,11 +101,8 @@ ToHead = GivenUp | Living | NoRoom | Fail | Stop
 
 
 def run_head(spec: HeadSpec, launcher: Connection) -> None:
-    """Runs the head until its launcher says stop, or has ended.
-
-    A terminal's Ctrl-C reaches every process of the service; the launcher alone decides when the head stops.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Runs the head until its launcher says stop, or has ended."""
+    hear_no_signals()
     name_process("moeserve-head")
     tune_process()
     logs.start(spec.config.log, "head")

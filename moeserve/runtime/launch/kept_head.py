@@ -17,6 +17,7 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.keys.sockets import hold_port
+from moeserve.runtime.launch.forking import DEAF
 from moeserve.runtime.launch.head_child import (
     CannotStart,
     Fail,
@@ -201,7 +202,9 @@ class KeptHead:
         """Starts a head's process. Raises OSError or EOFError where this host starts none now."""
         mine, theirs = self._context.Pipe()
         spec = replace(self._spec, living=self._living)
-        process = self._context.Process(target=run_head, args=(spec, theirs), name="head", daemon=True)
+        process = self._context.Process(
+            target=run_head, args=(spec, theirs), name=f"{DEAF}-head", daemon=True
+        )
         process.start()
         theirs.close()
         log.info("the head is process %s", process.pid)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import signal
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -25,7 +24,7 @@ from moeserve.proto.host import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import machine_for, name_process
-from moeserve.runtime.launch.forking import warm_processes
+from moeserve.runtime.launch.forking import DEAF, hear_no_signals, warm_processes
 from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.head_process import ENDED, Head, HeadInside, HeadProcess
 from moeserve.runtime.launch.kept_head import KeptHead
@@ -110,7 +109,7 @@ class LocalRanks:
         """Starts a rank's process. Raises OSError or EOFError where this host starts none now."""
         head, exporter = self._head, self._config.server.host  # as the head's own
         spec = RankSpec(self._config, rank, head.streams, head.token, LANES_HOST, self._ranks, rank, exporter)
-        process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
+        process = self._context.Process(target=_run_rank, args=(spec,), name=f"{DEAF}-{rank}", daemon=True)
         process.start()
         log.info("rank %d is process %s", rank, process.pid)
         with self._lock:
@@ -313,7 +312,7 @@ class LocalService:
 
     def __init__(self, config: Config) -> None:
         self._config = config.checked()
-        context = warm_processes(IMPORTED)
+        context = warm_processes(IMPORTED, heed_sigterm=False)
         self.head = KeptHead(self._config, LANES_HOST, context)
         self.ranks = LocalRanks(self._config, self.head, context)
 
@@ -363,8 +362,8 @@ class LocalService:
 
 
 def _run_rank(spec: RankSpec) -> None:
-    """A terminal's Ctrl-C reaches every process of the service; the head alone decides when ranks stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The head alone decides when ranks stop, or the launcher's end."""
+    hear_no_signals()
     name_process(f"moeserve-rank{spec.rank}")
     launcher, ended = multiprocessing.parent_process(), threading.Event()
 

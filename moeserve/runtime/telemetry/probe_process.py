@@ -253,5 +253,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the service says when this ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all: the service says when this ends
+        signal.signal(number, signal.SIG_IGN)
     asyncio.run(main())

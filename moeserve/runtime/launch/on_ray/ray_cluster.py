@@ -155,7 +155,7 @@ class RayCluster:
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
         host = "127.0.0.1" if is_loopback(config.server.host) else ray.util.get_node_ip_address()
-        self._head = KeptHead(config, host, warm_processes((run_head.__module__,)))
+        self._head = KeptHead(config, host, warm_processes((run_head.__module__,), heed_sigterm=False))
         self._head.start()
         self._ranks = RankActors(config, self._head, self._group, bundle)
         self._ranks.start()
