@@ -68,7 +68,9 @@ class Served:
         return FLOATS[self.dtype]
 
     def reloaded_from(self, path: str) -> Checkpoint:
-        """The checkpoint in `path`, when its experts can take these' place. ValueError names what differs."""
+        """The checkpoint in `path`, when its experts, and its routers' correction biases, can take the place of
+        these. ValueError names what differs.
+        """
         new = self.checkpoint.sibling(path)
         for layer in self.layers:
             if layer not in new.layers:
@@ -81,6 +83,11 @@ class Served:
             ):
                 if old != found:
                     raise ValueError(f"{path}: layer {layer} has {what} {found}, and {old} is served")
+            served, there = self.checkpoint.gate(layer).constants, new.gate(layer).constants
+            for name, value in served.items():
+                if value != there[name]:
+                    differs = f"layer {layer} has routing.{name} = {there[name]}, and {value} is served"
+                    raise ValueError(f"{path}: {differs}; its router is another")
         return new
 
     def problem(self, layer: int) -> Problem:

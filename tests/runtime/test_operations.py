@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from houses import EP4, TP4, house_config
+from safetensors.torch import load_file, save_file
 
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.experts.load import Load
@@ -86,6 +88,30 @@ def test_a_snapshot_that_leads_out_of_the_root_is_refused(checkpoint: Path, tmp_
     for path in (repository, repository / "snapshots"):
         with pytest.raises(BadRequest, match=r"is not below server\.reload_root"):
             made.reload(moe_pb2.ReloadRequest(checkpoint=str(path)))
+
+
+def test_a_reload_takes_no_other_router(tmp_path: Path) -> None:
+    """Calls with logits would be routed in another way, or not at all."""
+    served_one, other, without = (tmp_path / name for name in ("served", "other", "without"))
+    make_checkpoint("deepseek_v3", served_one)
+    for path in (other, without):
+        shutil.copytree(served_one, path)
+    config = json.loads((other / "config.json").read_text())
+    config["routed_scaling_factor"] = 1.5
+    (other / "config.json").write_text(json.dumps(config))
+    tensors = load_file(without / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if "correction_bias" not in name}
+    save_file(kept, without / "model.safetensors", {"format": "pt"})
+    served = served_from(house_config(served_one, **EP4))
+    group = Group()
+    made = Operations(served, rebalancer(group, balancer_named("incremental"), BalanceConfig()), "/")
+    for path, why in (
+        (other, r"layer \d has routing\.scaling = 1\.5, and 2\.5 is"),
+        (without, "correction_bias"),
+    ):
+        with pytest.raises(BadRequest, match=why):
+            made.reload(moe_pb2.ReloadRequest(checkpoint=str(path)))
+    assert group.epoch.weights_version == 1
 
 
 @pytest.mark.timeout(20)

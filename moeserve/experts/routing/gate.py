@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -110,6 +110,11 @@ class Gate:
             raise ValueError(f"a correction bias must be [{self.experts}] torch.float32, got {got}")
         if not self.bias.isfinite().all():
             raise ValueError("a correction bias must be finite")
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """All that a caller's router has, too, by name: everything but the correction bias."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "bias"}
 
     def with_bias(self, bias: Tensor) -> Gate:
         """This gate with its correction bias [E], any float dtype, on the device of the logits."""
