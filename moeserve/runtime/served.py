@@ -68,8 +68,8 @@ class Served:
         return FLOATS[self.dtype]
 
     def reloaded_from(self, path: str) -> Checkpoint:
-        """The checkpoint in `path`, when its experts, and its routers' correction biases, can take the place of
-        these. ValueError names what differs.
+        """The checkpoint in `path`, when its experts and correction biases can take these' place. ValueError
+        names what differs.
         """
         new = self.checkpoint.sibling(path)
         for layer in self.layers:

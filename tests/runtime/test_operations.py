@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
@@ -20,6 +22,7 @@ from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.proto import moe_pb2
 from moeserve.runtime.control.orders import StagedCopy
+from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance, Operations
 from moeserve.runtime.epoch import Change, Epoch
@@ -27,6 +30,7 @@ from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.rebalancer import Cycle, Rebalancer
+from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.launch.head_process import reload_root_of
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.sections import BalanceConfig
@@ -219,6 +223,48 @@ def test_policy_and_budget_are_the_callers(checkpoint: Path) -> None:
         assert len(reply.moves) <= most
     wide = moe_pb2.RebalanceRequest(policy="eplb", dry_run=True)
     assert len(operations(checkpoint, group).rebalance(wide).moves) > 3
+
+
+class Caller:
+    """Of an operation: it leaves, and hears how the call ends."""
+
+    def __init__(self) -> None:
+        self.here, self.code = True, ""
+
+    def is_active(self) -> bool:
+        return self.here
+
+    def set_trailing_metadata(self, metadata: object) -> None: ...
+
+    def abort(self, code: grpc.StatusCode, message: str) -> None:
+        self.code = code.name
+        raise RuntimeError(message)
+
+
+@pytest.mark.parametrize("leaves, code", [(True, "CANCELLED"), (False, "UNAVAILABLE")])
+@pytest.mark.parametrize("name", ["Rebalance", "Reload", "Scale"])
+def test_a_change_that_waited_for_another_begins_only_where_it_is_wanted(
+    checkpoint: Path, name: str, leaves: bool, code: str
+) -> None:
+    """Its caller leaves meanwhile, or the service stops."""
+    served, group = served_from(house_config(checkpoint, model__layers=LAYERS, **EP4)), Group()
+    leading = rebalancer(group, balancer_named("incremental"), BalanceConfig())
+    asked, caller = Operations(served, leading, "/"), Caller()
+    asked.scaling = Scaling(leading, None, ScaleSeconds(1.0, 1.0, 1.0))  # type: ignore[arg-type]
+    request = {
+        "Rebalance": moe_pb2.RebalanceRequest(),
+        "Reload": moe_pb2.ReloadRequest(checkpoint=str(checkpoint)),
+        "Scale": moe_pb2.ScaleRequest(ranks=2),
+    }[name]
+    with ThreadPoolExecutor(1) as pool:
+        with leading.alone():
+            called = pool.submit(getattr(AdminDoor(asked), name), request, caller)
+            if leaves:
+                caller.here = False
+            else:
+                leading.stop()
+        assert called.exception(60) is not None
+    assert (caller.code, group.epoch.number) == (code, 1)
 
 
 def test_a_change_that_is_abandoned_keeps_what_was_committed_before(checkpoint: Path) -> None:

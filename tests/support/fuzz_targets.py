@@ -870,6 +870,9 @@ class Aborted(Exception):
 class Context:
     """An RPC's context that keeps how it ended."""
 
+    def is_active(self) -> bool:
+        return True
+
     def set_trailing_metadata(self, metadata: object) -> None:
         return
 

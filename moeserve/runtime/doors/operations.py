@@ -14,7 +14,7 @@ from moeserve.experts.placement import Move
 from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.errors import GroupUnavailable
-from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer
+from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer, Wanted, always
 from moeserve.runtime.head.scaling import CannotScale, Scaling
 from moeserve.runtime.served import Served
 
@@ -32,8 +32,9 @@ class NothingToBalance(RuntimeError):
 class Operations:
     """Checks requests and has the rebalancer carry them out; each call blocks until it is done.
 
-    Raises BadRequest, NothingToBalance, CannotScale, or GroupUnavailable where the group does not serve. What
-    goes wrong later is told in the reply: its outcome and reason.
+    Raises BadRequest, NothingToBalance, CannotScale, or GroupUnavailable where the group does not serve, and
+    CallerLeft where an operation is not `wanted` any more before it begins. What goes wrong later is told in
+    the reply: its outcome and reason.
     """
 
     def __init__(self, served: Served, rebalancer: Rebalancer, reload_root: str) -> None:
@@ -44,7 +45,7 @@ class Operations:
         # sets a logger's level in every process, unless it is empty; returns all that were set. ValueError
         self.on_log_level: Callable[[str, str], Mapping[str, str]] = lambda logger, level: {}
 
-    def rebalance(self, request: moe_pb2.RebalanceRequest) -> moe_pb2.RebalanceReply:
+    def rebalance(self, request: moe_pb2.RebalanceRequest, wanted: Wanted = always) -> moe_pb2.RebalanceReply:
         """Plans and moves, or with `dry_run` only plans."""
         if self._served.mesh.sliced:
             mesh = self._served.mesh
@@ -60,9 +61,9 @@ class Operations:
         if request.dry_run:
             plan = self._rebalancer.plan(policy, request.max_moves)
             return self._rebalanced(plan, Cycle("planned"))
-        return self._rebalanced(*self._rebalancer.rebalance(policy, request.max_moves))
+        return self._rebalanced(*self._rebalancer.rebalance(policy, request.max_moves, wanted))
 
-    def reload(self, request: moe_pb2.ReloadRequest) -> moe_pb2.ReloadReply:
+    def reload(self, request: moe_pb2.ReloadRequest, wanted: Wanted = always) -> moe_pb2.ReloadReply:
         """Reloads every layer, once the checkpoint is seen to fit."""
         given = f"checkpoint: {quoted(request.checkpoint)}"
         if "\0" in request.checkpoint:
@@ -75,7 +76,7 @@ class Operations:
         except ValueError as error:
             raise BadRequest(f"checkpoint: {error}") from error
         self._check_serving()
-        cycle = self._rebalancer.reload(path)
+        cycle = self._rebalancer.reload(path, wanted)
         epoch = self._rebalancer.coordinator.epoch
         return moe_pb2.ReloadReply(
             outcome=cycle.outcome,
@@ -88,14 +89,14 @@ class Operations:
             corrupted=cycle.corrupted,
         )
 
-    def scale(self, request: moe_pb2.ScaleRequest) -> moe_pb2.ScaleReply:
+    def scale(self, request: moe_pb2.ScaleRequest, wanted: Wanted = always) -> moe_pb2.ScaleReply:
         """Has the group go on with as many ranks as asked for. Raises CannotScale where it cannot."""
         if request.ranks < 1:
             raise BadRequest("ranks: 0 must be 1 or more; a service without ranks is one that was stopped")
         self._check_serving()
         if self.scaling is None:
             raise CannotScale("this service cannot be scaled")
-        done = self.scaling.scale(request.ranks)
+        done = self.scaling.scale(request.ranks, wanted)
         coordinator = self._rebalancer.coordinator
         return moe_pb2.ScaleReply(
             outcome=done.outcome,

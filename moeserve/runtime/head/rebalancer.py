@@ -21,11 +21,15 @@ from moeserve.experts.cover.replicas import Covering, covered
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Move, Placement
 from moeserve.runtime.epoch import Change, Epoch
+from moeserve.runtime.errors import CallerLeft, GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.placing.changes import rebalance, reload
 from moeserve.runtime.sections import OFF, BalanceConfig
 
 log = logging.getLogger(__name__)
+
+Wanted = Callable[[], bool]
+"""Whether a change that has yet to begin is still wanted: its caller may have left."""
 
 TURN_SECONDS = 10.0  # at most, for members that join between two steps; then changes are tried
 
@@ -81,6 +85,11 @@ def _both(before: Cycle, then: Cycle) -> Cycle:
         epochs=before.epochs + then.epochs,
         corrupted=before.corrupted + then.corrupted,
     )
+
+
+def always() -> bool:
+    """A change that is wanted whoever leaves."""
+    return True
 
 
 class Rebalancer:
@@ -167,20 +176,29 @@ class Rebalancer:
         return RebalancePlan(epoch, load, target, moves, nbytes, before, after)
 
     def rebalance(
-        self, policy: Policy | None = None, max_moves: int | None = None
+        self, policy: Policy | None = None, max_moves: int | None = None, wanted: Wanted = always
     ) -> tuple[RebalancePlan, Cycle]:
-        """Plans as `plan` does and moves now, whatever the load; blocks. The plan, and what came of it."""
-        with self._leading:
-            self._coordinator.wait_turned(TURN_SECONDS)
+        """Plans as `plan` does and moves now, whatever the load; blocks. The plan, and what came of it.
+
+        Raises as `alone` does, and so does `reload`.
+        """
+        with self.alone(wanted):
             plan = self.plan(policy, max_moves)
             self._seen = self._coordinator.load().tokens
             return plan, self._counted(self._moved(plan))
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A context in which nobody else changes the placement or the weights."""
+    def alone(self, wanted: Wanted = always) -> Iterator[None]:
+        """A context in which nobody else changes the placement or the weights, for which it waits.
+
+        Raises CallerLeft where it is not `wanted` any more then, and GroupUnavailable once the service stops.
+        """
         with self._leading:
             self._coordinator.wait_turned(TURN_SECONDS)
+            if self._stopping.is_set():
+                raise GroupUnavailable("the service is stopping, and changes nothing any more")
+            if not wanted():
+                raise CallerLeft("the caller left while this waited for another change: nothing was done")
             yield
 
     def move_to(self, target: Placement) -> Cycle:
@@ -204,13 +222,13 @@ class Rebalancer:
         """Of how many owners the slots have to stand the loss."""
         return self._settings.cover_owners
 
-    def reload(self, path: str) -> Cycle:
+    def reload(self, path: str, wanted: Wanted = always) -> Cycle:
         """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.
 
         Where members come or go meanwhile it goes on once the group serves again. The cycle's outcome is one
         of RELOADED. Layers that were reloaded before one is abandoned stay so.
         """
-        with self._leading:
+        with self.alone(wanted):
             started, done = time.monotonic(), Cycle("reloaded")
             version = len(self._coordinator.epoch.weights) + 1
             for _ in range(RELOAD_ATTEMPTS):

@@ -15,7 +15,7 @@ import numpy as np
 from moeserve.experts.placement import Placement, slots_within
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.generations.resizing import Resizing, free_seats
-from moeserve.runtime.head.rebalancer import Cycle, Rebalancer
+from moeserve.runtime.head.rebalancer import Cycle, Rebalancer, Wanted, always
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class Scaling:
     def __init__(self, rebalancer: Rebalancer, resizing: Resizing, seconds: ScaleSeconds) -> None:
         self._rebalancer, self._resizing, self._seconds = rebalancer, resizing, seconds
 
-    def scale(self, ranks: int) -> Scaled:
-        """Has the group go on with so many ranks. Raises CannotScale."""
+    def scale(self, ranks: int, wanted: Wanted = always) -> Scaled:
+        """Has the group go on with so many ranks. Raises CannotScale, and as `Rebalancer.alone` does."""
         started = time.monotonic()
-        with self._rebalancer.alone():
+        with self._rebalancer.alone(wanted):
             self._resizing.forget_orphans()
             members = self._rebalancer.coordinator.epoch.members
             if away := sorted(self._resizing.wanted - set(members.seats)):
