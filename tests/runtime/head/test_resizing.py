@@ -72,6 +72,20 @@ def grown(coordinator: Coordinator, members: dict[int, FakeMember]) -> None:
     until(lambda: coordinator.progress().state == "serving")
 
 
+def test_why_a_rank_cannot_start_now_is_said_until_it_does(coordinator: Coordinator) -> None:
+    """Its port is taken, for example: the launcher tries again."""
+    why = "rank 3 cannot start: its port is taken"
+    members = serving(coordinator, RANKS)
+    coordinator.resizing.expect([3])
+    FakeMember(coordinator, 3, refused=why, for_good=False).entry("closed")
+    assert coordinator.progress().reason == f"ranks [3] are to join; {why}"
+    said = coordinator.resizing.wait_joined([3], 0.01)
+    assert said == f"ranks [3] have not joined within 0.01 s: ranks [3] are to join; {why}"
+    members[3] = FakeMember(coordinator, 3)
+    members[3].entry("load")
+    assert coordinator.progress().reason == "ranks [3] are to join"
+
+
 def test_a_rank_that_is_expected_loads_and_then_joins(coordinator: Coordinator) -> None:
     members = serving(coordinator, RANKS)
     coordinator.resizing.expect([3])

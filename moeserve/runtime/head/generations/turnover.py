@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from moeserve.proto.texts import quoted
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
@@ -46,6 +46,7 @@ class Turnover:
         self.why_whole: Callable[[], str] = lambda: ""  # why the group cannot go on without a member
         self.returning = Returning()
         self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
+        self._refused: dict[int, str] = {}  # seats whose last process could not start, and why
         self.orphans = set[int]()  # of these, those that the head before this one asked for: nobody waits
         # by position of a layer, the seats that cannot read some of its experts
         self.unread: Callable[[], Mapping[int, Collection[int]]] = dict
@@ -65,11 +66,12 @@ class Turnover:
 
     @property
     def words(self) -> list[str]:
-        """Who is away, and who is to join, for those who ask how the group is."""
+        """Who is away, who is to join, and why they could not last, for those who ask how the group is."""
         coming = sorted(self.coming.keys() & set(self.returning.seats))
         away = [seat for seat in self.returning.seats if seat not in coming]
         said = [f"ranks {away} are away, and others serve their experts"] if away else []
-        return said + ([f"ranks {coming} are to join"] if coming else [])
+        said += [f"ranks {coming} are to join"] if coming else []
+        return said + [self._refused[seat] for seat in sorted(self.returning.seats) if seat in self._refused]
 
     def recovered(self, first: Epoch, wanted: Collection[int]) -> None:
         """A head that has started again goes on without some of the seats `wanted`. These may return: to what
@@ -88,6 +90,7 @@ class Turnover:
         """Has a process load what its seat is to hold, while the group serves without it."""
         if (other := self.returning.connected().get(rank)) is not None and other is not seat:
             self.part_with(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
+        self._refused.pop(rank, None)
         log.info("rank %d (pid %d) loads, and then joins", rank, seat.pid)
         self._have_load(rank, seat)
 
@@ -116,6 +119,7 @@ class Turnover:
     def refused(self, rank: int, refusal: Refusal) -> None:
         """Notes that a process that was to load cannot start."""
         log.warning("rank %d cannot come back: %s", rank, refusal.reason)
+        self._refused[rank] = clipped(refusal.reason)
         if refusal.for_good and rank in self.orphans:
             self.forget(rank, refusal.reason)
         elif refusal.for_good and rank in self.coming:
@@ -141,7 +145,8 @@ class Turnover:
         if rank in self.returning.connected():
             self.part_with(rank, why)
         self.returning.forget(rank)
-        self.coming.pop(rank, None)
+        for seats in (self.coming, self._refused):
+            seats.pop(rank, None)
         self.orphans.discard(rank)
 
     def part_with(self, rank: int, why: str, heir: RankProcess | None = None) -> None:
@@ -256,6 +261,7 @@ class Turnover:
         epoch = self.returning.epoch_with(self._group.epoch, seats)
         self._group.epoch = epoch.yielding(self.unread())
         for seat in seats:
-            self.coming.pop(seat, None)
+            for others in (self.coming, self._refused):
+                others.pop(seat, None)
             self.orphans.discard(seat)
         self.returning.join(seats, self._group.seats.__setitem__, time.monotonic())
