@@ -55,6 +55,16 @@ class GroupView:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
         return Load(self.load_by_phase().sum(axis=0))
 
+    def load_seen(self) -> Load:
+        """The load without what ranks that came again, to another head, had counted before: it only grows."""
+        with self._group.lock:
+            loads = [
+                seat.load if seat.load_before is None else seat.load - seat.load_before
+                for seat in self._group.seats.values()
+                if seat.load is not None
+            ]
+        return Load((np.sum(loads, axis=0) if loads else np.zeros(self._load_shape)).sum(axis=0))
+
     def load_by_phase(self) -> np.ndarray:
         """The load of each of `PHASES`: `[phases, L, E]` float64."""
         with self._group.lock:
@@ -68,6 +78,8 @@ class GroupView:
         with self._group.lock:
             if message["generation"] == self._group.generation:
                 seat.steps, seat.expert_rows, seat.load = steps, expert_rows, load
+                if seat.again and seat.load_before is None:
+                    seat.load_before = load
 
     @property
     def _load_shape(self) -> tuple[int, int, int]:

@@ -56,6 +56,7 @@ class Seat:
     unreachable: str = ""  # why what was sent to it did not arrive
     again: bool = False  # its process was here before; it says what it holds once it has left its generation
     load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
+    load_before: np.ndarray | None = None  # of these, what one that came again had counted before
     shadowed: Shadowed = NO_SHADOWS  # the experts that it keeps in host memory
 
     def process(self, rank: int) -> RankProcess:

@@ -108,7 +108,7 @@ class HeadProcess:
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
         self._telemetry.members(self.coordinator.view.belonging)
         self._telemetry.covers(self.coordinator.view.covers)
-        self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
+        self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.view.load_seen()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
         self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)
         self.rebalancer.observe = self._telemetry.observe_cycle

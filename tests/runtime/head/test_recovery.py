@@ -14,7 +14,8 @@ import pytest
 from fake_members import SECONDS, TOKEN, FakeMember, form_again, until
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.control.messages import ANY_GENERATION, epoch_from, held_message
+from moeserve.experts.load import PHASES
+from moeserve.runtime.control.messages import ANY_GENERATION, epoch_from, held_message, report_message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.generations.recovery import Recovery
@@ -317,6 +318,20 @@ def test_members_that_come_back_hear_what_the_others_were_told() -> None:
         head.set_log_levels({"moeserve": "DEBUG"})
         for one in (first, back(head, 1, 9, SECOND)):
             assert one.until("log_levels")["levels"] == {"moeserve": "DEBUG"}
+
+
+def test_what_members_counted_before_they_came_back_is_not_new_to_the_metrics() -> None:
+    """A counter that jumped by all history would be read as load of this moment."""
+    with started_again() as head:
+        members = {number: back(head, number, 9, SECOND) for number in (0, 1)}
+        serves(head, members, SECOND)
+        shape = (len(PHASES), SECOND.placement.layers, SECOND.placement.experts)
+        for steps, member, tokens in ((1, 0, 100), (2, 1, 100), (3, 0, 107), (4, 1, 104)):
+            counts = report_message(members[member].generation, (steps, 0), np.full(shape, tokens))
+            members[member].stream.send(counts)
+            until(lambda steps=steps, member=member: head.seats()[member].steps == steps)
+        assert head.view.load_seen().tokens.tolist() == np.full(shape[1:], len(PHASES) * 11.0).tolist()
+        assert head.load().tokens.max() == len(PHASES) * 211.0, "since the ranks started, as in a status"
 
 
 def test_members_that_wait_are_told_to_stop_when_the_service_ends() -> None:

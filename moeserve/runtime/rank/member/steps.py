@@ -74,7 +74,8 @@ class MemberSteps:
         self._computed: list[int] = []  # as last read
         self._finishing = Finishing(rank, send, self._count)
         self._reports = Reports(send)
-        self._reported = 0, 0  # steps and rows of experts in the last report
+        # generation, steps and rows of experts of the last report
+        self._reported: tuple[int | None, int, int] = None, 0, 0
         self._reported_at = 0.0
         if lane is not None:
             lane.retire = self._retire
@@ -248,8 +249,14 @@ class MemberSteps:
         self._finishing.drain()
 
     def report(self, generation: int | None) -> None:
-        """Has what was counted reported, when it changed. None: no generation is live, and nothing is."""
-        counted = self.steps, self.expert_rows  # a device's rows are read behind the report of their steps
+        """Has what was counted reported, when it changed, and in each generation: its head may be another.
+        None: no generation is live, and nothing is.
+        """
+        counted = (
+            generation,
+            self.steps,
+            self.expert_rows,
+        )  # a device's rows are read behind the report of their steps
         if counted == self._reported or generation is None:
             return
         self._reported, self._reported_at = counted, time.monotonic()
