@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from moeserve.experts.load import (
     window_line,
 )
 from moeserve.proto import moe_pb2
+from moeserve.proto.errors import Unavailable
 
 LONGEST_WINDOW = 365 * 24 * 3600.0  # seconds
 
@@ -33,11 +35,16 @@ file grows window by window, so it is whole whenever the recording ends; --appen
 `moeserve simulate` reads it, all of it or one phase.
 
 Ranks report about once a second while they work, so counts may be a second late. A window in which the
-group forms anew is left out, because counts begin again; a line says so.
+group forms anew, or the head is away, is left out, because counts begin again; a line says so. So are those
+after it until all ranks have reported. --windows does not count them.
 
 --from takes count files of SGLang and DeepSeek (JSON or .pt) or traces instead of a service, and puts their
 windows one after the other.
 """
+
+AWAY_SECONDS = 60.0  # for which a service may answer nobody, as while its head starts again
+REPORTED_SECONDS = 10.0  # within which all ranks have reported to a new head; who took no step does not
+AGAIN_SECONDS = 0.5  # between two questions meanwhile
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,7 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--out", required=True, metavar="FILE", help="the trace to write")
     add("--append", action="store_true", help="append to a trace that exists")
     add("--window", type=float, default=10.0, metavar="SECONDS", help="length of a window; 10 by default")
-    add("--windows", type=int, default=0, metavar="N", help="number of windows; endless by default")
+    add(
+        "--windows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of windows, but for those left out; endless by default",
+    )
     add("--timeout", type=float, default=10.0, metavar="SECONDS", help="wait for an answer; 10 by default")
     add_credentials(parser)
     parser.set_defaults(func=run)
@@ -91,8 +104,22 @@ def recorded(ask: Callable[[], moe_pb2.GetStatusReply], seconds: float, windows:
             time.sleep(seconds)
         except KeyboardInterrupt:
             interrupted = True
-        yield recorder.layers, recorder.window(ask(), time.time())
-        number += 1
+        yield recorder.layers, recorder.window(_answered(ask), time.time())
+        number += not recorder.left_out
+
+
+def _answered(ask: Callable[[], moe_pb2.GetStatusReply]) -> moe_pb2.GetStatusReply:
+    """The service's status, asked for again while nobody answers: a head may be starting again. Raises
+    Unavailable after AWAY_SECONDS.
+    """
+    until = monotonic() + AWAY_SECONDS
+    while True:
+        try:
+            return ask()
+        except Unavailable:
+            if monotonic() > until:
+                raise
+            time.sleep(AGAIN_SECONDS)
 
 
 class Recorder:
@@ -103,6 +130,10 @@ class Recorder:
         self._generation, self._counts, self._since = status.generation, _counts(status), now
         if not self._counts.size:
             raise ValueError("the service tells no layer's experts; is it moeserve of this version?")
+        self.left_out = False  # whether the last window was
+        # until when counts may lack what some ranks have yet to report, all that they ever counted
+        partial = any(rank.steps for rank in status.ranks) and not _all_reported(status)
+        self._partial_until = now + REPORTED_SECONDS if partial else now
 
     def window(self, status: moe_pb2.GetStatusReply, now: float) -> list[LoadWindow]:
         """Returns the load since the last status, a window for each phase with any; none after a restart."""
@@ -110,6 +141,11 @@ class Recorder:
         again = status.generation != self._generation or bool((counts < before).any())
         self._generation, self._counts, self._since = status.generation, counts, now
         if again:
+            self._partial_until = now + REPORTED_SECONDS
+        self.left_out = again or since < self._partial_until
+        if self.left_out:
+            if _all_reported(status):
+                self._partial_until = now
             print("the group formed anew: this window is left out", flush=True)
             return []
         grown = dict(zip(PHASES, counts - before, strict=True))
@@ -118,6 +154,11 @@ class Recorder:
             for phase, tokens in grown.items()
             if tokens.any()
         ]
+
+
+def _all_reported(status: moe_pb2.GetStatusReply) -> bool:
+    """Whether all ranks that are there have told this head what they counted."""
+    return all(rank.steps for rank in status.ranks if rank.up)
 
 
 def _counts(status: moe_pb2.GetStatusReply) -> NDArray[np.float64]:
@@ -135,19 +176,33 @@ def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int
         for window in windows:
             trace = LoadTrace(layers, (window,))
             if known is None:
-                out.write_text(head_line(trace) + "\n")
+                _put(out, head_line(trace))
                 known = (trace.layers, trace.experts)
             if known != (trace.layers, trace.experts):
                 raise ValueError(
                     f"{out} is of {len(known[0])} layers of {known[1]} experts, and what comes now of "
                     f"{len(layers)} of {trace.experts}; a trace is of one model"
                 )
-            with out.open("a") as file:
-                file.write(window_line(window) + "\n")
+            _put(out, window_line(window))
             count += 1
             print(_said(count, window), flush=True)
     print(f"{count} windows in {out}" if count else "no expert got a token; nothing was written")
     return 0
+
+
+def _put(out: Path, line: str) -> None:
+    """Appends a line. Where that fails, as on a full disk, the file is as it was: a trace stays whole."""
+    there, left = out.exists(), f"{line}\n".encode()
+    with out.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)
+            if not there:
+                out.unlink()
+            raise
 
 
 def read_head(out: Path, args: argparse.Namespace) -> tuple[tuple[int, ...], int] | None:

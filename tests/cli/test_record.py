@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,18 +16,22 @@ from moeserve.cli import main
 from moeserve.cli.record import Recorder, recorded
 from moeserve.experts.load import LoadWindow, read_trace
 from moeserve.proto import moe_pb2
+from moeserve.proto.errors import Unavailable
 
 LAYERS = (3, 7)
 
 
-def status(prefill: object, decode: object, generation: int = 1) -> moe_pb2.GetStatusReply:
-    """What a service says that counted `[2, E]` of each phase."""
+def status(
+    prefill: object, decode: object, generation: int = 1, steps: tuple[int, ...] = ()
+) -> moe_pb2.GetStatusReply:
+    """What a service says that counted `[2, E]` of each phase, and of the steps of its ranks."""
     both = np.add(prefill, decode)
     layers = [
         moe_pb2.LayerLoad(layer=layer, tokens=all_.tolist(), prefill_tokens=list(some))
         for layer, all_, some in zip(LAYERS, both, prefill, strict=True)
     ]
-    return moe_pb2.GetStatusReply(generation=generation, layers=layers)
+    ranks = [moe_pb2.RankStatus(rank=rank, up=True, steps=taken) for rank, taken in enumerate(steps)]
+    return moe_pb2.GetStatusReply(generation=generation, layers=layers, ranks=ranks)
 
 
 def shown(windows: list[LoadWindow]) -> list[tuple[str, float, float, list[list[float]]]]:
@@ -55,6 +61,79 @@ def test_a_window_in_which_counts_began_again_is_left_out(
     assert "this window is left out" in capsys.readouterr().out
     more = status([[0, 0], [0, 0]], [[5, 90], [8, 8]], generation)
     assert shown(recorder.window(more, 2.0)) == [("decode", 1.0, 1.0, [[1, 0], [0, 0]])]
+
+
+def test_windows_are_left_out_until_all_ranks_have_reported_to_a_new_head() -> None:
+    """Until then counts lack all that a rank ever counted; one that takes no step is not waited for."""
+    none, recorder = [[0, 0], [0, 0]], Recorder(status([[0, 0], [0, 0]], [[9, 9], [9, 9]], 1, (5, 5)), 0.0)
+    for now, counts, generation, steps in (
+        (1.0, none, 2, (0, 0)),
+        (2.0, [[7, 7], [0, 0]], 2, (6, 0)),
+        (3.0, [[9, 9], [9, 9]], 2, (6, 6)),
+    ):
+        assert recorder.window(status(none, counts, generation, steps), now) == [] and recorder.left_out
+    assert shown(recorder.window(status(none, [[9, 9], [9, 10]], 2, (7, 7)), 4.0)) == [
+        ("decode", 3.0, 1.0, [[0, 0], [0, 1]])
+    ]
+    for now in (5.0, 10.0, 15.1):
+        assert recorder.window(status(none, none, 3, (7, 0)), now) == [] and recorder.left_out
+    assert recorder.window(status(none, [[1, 0], [0, 0]], 3, (7, 0)), 16.0) and not recorder.left_out
+
+
+def test_a_service_without_a_head_is_asked_again_and_windows_left_out_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def replies() -> Iterator[moe_pb2.GetStatusReply | Unavailable]:
+        yield status([[0, 0], [0, 0]], [[5, 0], [0, 0]])
+        yield Unavailable("UNAVAILABLE", "nobody", "no head is there")
+        yield status([[0, 0], [0, 0]], [[0, 0], [0, 0]], 2)
+        yield status([[0, 0], [0, 0]], [[3, 0], [0, 0]], 2)
+
+    found = replies()
+
+    def ask() -> moe_pb2.GetStatusReply:
+        if isinstance(said := next(found), Unavailable):
+            raise said
+        return said
+
+    monkeypatch.setattr("moeserve.cli.record.time.sleep", lambda seconds: None)
+    windows = [shown(list(one)) for _, one in recorded(ask, 10.0, 1)]
+    assert [[w[3] for w in one] for one in windows] == [[], [[[3, 0], [0, 0]]]]
+    monkeypatch.setattr("moeserve.cli.record.AWAY_SECONDS", 0.0)
+    found = replies()
+    with pytest.raises(Unavailable, match="no head is there"):
+        list(recorded(ask, 10.0, 1))
+
+
+def test_a_full_disk_leaves_a_whole_trace(counts: tuple[str, str], tmp_path: Path) -> None:
+    """A line that does not fit is not there in part."""
+    out, none = tmp_path / "trace.jsonl", tmp_path / "none.jsonl"
+    assert main(["record", "--out", str(out), "--from", counts[0]]) == 0
+    whole = out.read_bytes()
+    room = len(whole) + len(whole.splitlines()[1]) * 3 // 2  # for one window, and half of another
+    assert "File too large" in recorded_with(room, out, *counts, "--append")
+    assert len(read_trace(out).windows) == 2 and out.read_bytes().startswith(whole)
+    assert "File too large" in recorded_with(9, none, *counts)
+    assert not none.exists()
+
+
+def recorded_with(room: int, out: Path, *words: str) -> str:
+    """What `record` says that fails since no file can have more bytes than that."""
+    command = [sys.executable, "-c", FULL_DISK, str(room), "record", "--out", str(out), "--from", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    return done.stderr
+
+
+FULL_DISK = """
+import resource, signal, sys
+from moeserve.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+room = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+sys.exit(main(sys.argv[2:]))
+"""
+"""`moeserve` on a disk with as much room."""
 
 
 def test_an_interruption_ends_the_last_window_early(monkeypatch: pytest.MonkeyPatch) -> None:
