@@ -41,6 +41,7 @@ class FakeMember:
         self.seat, self.generation = seat, 0
         self.runs = True  # and answers at once that it does
         self.reached = Reached(0, Phase.PREPARED)  # what it answers
+        self.reset_levels = False  # whether it was told that no level is set
         self.open_layers: list[bool] = []  # whether steps run of all layers, as it was told
         self.entries: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.stream: Stream = connect(coordinator.address, SECONDS)
@@ -54,6 +55,8 @@ class FakeMember:
                 entry = self.stream.receive()
                 if entry["kind"] == "open_layers":
                     self.open_layers.append(not entry["closed"])
+                elif entry["kind"] == "log_levels" and not entry["levels"]:
+                    self.reset_levels = True
                 elif entry["kind"] != "ask":
                     self.entries.put(entry)
                 elif self.runs:

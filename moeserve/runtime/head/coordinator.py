@@ -280,9 +280,11 @@ class Coordinator:
             return self.generations.turnover.returning.members
 
     def _greet(self, rank: int, seat: Seat) -> None:
-        """Tells a process that has taken a seat what all members were told before it came."""
+        """Tells a process that has taken a seat what all members were told before it came. One that was here
+        before may have levels that the head before this one set.
+        """
         self._draining.greet(rank, seat)
-        if self._log_levels:
+        if self._log_levels or seat.again:
             self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
     def processes_told(self) -> None:

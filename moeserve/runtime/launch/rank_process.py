@@ -244,7 +244,7 @@ class _RankProcess:
             door.offer_connection = self._endpoint.data_connections(spec.host, door, self._regions, own)
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
         self.member.changes.on_epoch = self._epoch_adopted
-        self.member.on_log_levels = logs.set_levels
+        self.member.on_log_levels = logs.SetLevels()
         logs.tell_where(lambda: self.member.where)
         self.metrics_address = self._serve_metrics(spec)
         self.address = self._endpoint.start(spec.host, 0)

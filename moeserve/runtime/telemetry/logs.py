@@ -125,6 +125,24 @@ def set_levels(levels: Mapping[str, str]) -> None:
             logging.getLogger(__name__).warning("logger %s logs from level %s on", logger, level)
 
 
+class SetLevels:
+    """The levels that an operator has set in this process. One who sets others ends those that are not among
+    them: such loggers log from the level on that they had before. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}  # levels of loggers that were set since
+
+    def __call__(self, levels: Mapping[str, str]) -> None:
+        """Does `set_levels`, and ends levels of before. Raises ValueError as that does."""
+        before = {logger: logging.getLogger(logger).level for logger in levels}
+        set_levels(levels)
+        self._before = before | self._before
+        for logger in self._before.keys() - levels.keys():
+            logging.getLogger(logger).setLevel(self._before.pop(logger))
+            logging.getLogger(__name__).warning("logger %s logs as at the start", logger)
+
+
 class ServiceLog(logging.Handler):
     """Writes records as lines; counts what repeats and what is over `log.bytes_per_minute`."""
 

@@ -155,6 +155,7 @@ def test_members_come_back_and_serve_what_they_held() -> None:
         members[1] = back(head, 1, 8, THIRD)
         assert serves(head, members, THIRD) > 9
         assert head.epoch == THIRD
+        assert members[0].reset_levels, "levels of loggers ended with the head that had set them"
 
 
 def test_a_group_forms_of_those_that_are_back_once_the_others_are_started() -> None:

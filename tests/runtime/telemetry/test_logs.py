@@ -280,6 +280,20 @@ def test_levels_are_set_while_it_runs(text_log: Captured) -> None:
     logging.getLogger("moeserve.runtime.head").setLevel(logging.NOTSET)
 
 
+def test_levels_that_are_set_no_more_are_as_at_the_start(text_log: Captured) -> None:
+    names = ("moeserve", "moeserve.runtime.rank", "grpc")
+    before = [logging.getLogger(name).level for name in names]
+    told = logs.SetLevels()
+    told({"moeserve": "debug", "grpc": "info"})
+    told({"moeserve": "error", "moeserve.runtime.rank": "debug"})
+    assert [logging.getLogger(name).level for name in names] == [logging.ERROR, logging.DEBUG, before[2]]
+    with pytest.raises(ValueError, match="level"):
+        told({"moeserve": "loud"})
+    told({})
+    assert [logging.getLogger(name).level for name in names] == before
+    assert "logger moeserve logs as at the start" in text_log.text()
+
+
 @pytest.mark.parametrize(
     ("logger", "level", "wrong"),
     [
