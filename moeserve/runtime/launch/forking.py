@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.launch import openmp
 
@@ -46,6 +47,15 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin(process: BaseProcess) -> None:
+    """Starts a process of a service. Raises OSError where this host starts none now."""
+    try:
+        process.start()
+    except EOFError as error:
+        why = "the forkserver ended meanwhile; it was killed, by the host's end of memory perhaps"
+        raise OSError(f"a process of the service cannot be forked: {why}; start the service again") from error
 
 
 def hear_no_signals() -> None:

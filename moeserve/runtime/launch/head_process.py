@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from moeserve import __version__
@@ -29,6 +30,7 @@ from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import HeldPort, reached_at
+from moeserve.runtime.launch.watch import ProcessWatch
 from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.planning.layers import first_epoch, why_whole
 from moeserve.runtime.sections import OFF
@@ -149,6 +151,7 @@ class HeadProcess:
                 server.stalled_seconds,
                 self._telemetry.why_not,
                 (config.keys.certificate, config.keys.private_key),
+                partial(_stands_still, ProcessWatch(), config.cluster.stopped_seconds),
             )
             self.probes_address = reached_at(server.host, self._probes.port, host)
         if start is not None and start.again:
@@ -206,6 +209,12 @@ class HeadProcess:
         if self._probes is not None:
             self._probes.tell()
         self.on_change()
+
+
+def _stands_still(watch: ProcessWatch, limit: float, pid: int) -> bool:
+    """Whether a process has been stopped for so long, `cluster.stopped_seconds`; 0: it may be."""
+    seen = watch.look([pid])[pid]
+    return seen is not None and 0 < limit <= seen[0]
 
 
 def _ports(config: Config, start: HeadStart | None) -> tuple[int, int, int]:

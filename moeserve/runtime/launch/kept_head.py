@@ -17,7 +17,7 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.keys.sockets import hold_port
-from moeserve.runtime.launch.forking import DEAF
+from moeserve.runtime.launch.forking import DEAF, begin
 from moeserve.runtime.launch.head_child import (
     CannotStart,
     Fail,
@@ -78,9 +78,7 @@ class KeptHead:
         self._serves_since_start = False  # whether the head's process has said so
         self._served_at = time.monotonic()  # when a head last said so, or this was made
         self._pauses = Backoff()  # between heads that end before they serve
-        self._heard_at = self._looked_at = (
-            0.0  # when the head last said something, and when that was looked at
-        )
+        self._heard_at = self._looked_at = 0.0  # when the head last spoke, and when that was looked at
         self._stopping = threading.Event()
         self._one_more = True  # whether a head that dies while the service stops has one to follow it
         self._watch = ProcessWatch()
@@ -134,20 +132,30 @@ class KeptHead:
         # A signal interrupts the main thread alone: not between a process' start and what it is told.
         with ThreadPoolExecutor(1, "start-head") as starter:
             starter.submit(self._spawn).result()
+            self._wait_first(lambda: starter.submit(self._spawn).result())
+        self._keeping.start()
+
+    def _wait_first(self, spawn: Callable[[], None]) -> None:
+        """Waits until a head listens; one that was stopped before it does is replaced. Raises as `start`."""
         limit, key = self._config.cluster.start_timeout_seconds, "cluster.start_timeout_seconds"
-        deadline = time.monotonic() + limit
+        deadline, killed = time.monotonic() + limit, False
         while not self.address:
+            said = None
             try:
                 said = self._hear(min(LOOK_SECONDS, deadline - time.monotonic()))
+                killed = self._look_whether_it_runs() or killed
             except EOFError:
-                raise RuntimeError(f"the head ended with {self._ended()} before it listened") from None
+                how = self._ended()
+                if not killed:
+                    raise RuntimeError(f"the head ended with {how} before it listened") from None
+                killed = False
+                spawn()
             if isinstance(said, CannotStart):
                 raise said.error
             if said is not None:
                 self._take(said)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the head did not listen within {key} = {limit:g}")
-        self._keeping.start()
 
     def wait_serving(self, seconds: float) -> None:
         """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
@@ -162,9 +170,7 @@ class KeptHead:
             raise TimeoutError(f"the group did not serve within {seconds:.0f} s: {reason}")
 
     def stop(self) -> None:
-        """Lets calls under way finish, and ends the head. Where that dies meanwhile, one more does so.
-        A second call does nothing.
-        """
+        """Lets calls under way finish, and ends the head, or one more where it dies meanwhile; once."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -205,7 +211,7 @@ class KeptHead:
         process = self._context.Process(
             target=run_head, args=(spec, theirs), name=f"{DEAF}-head", daemon=True
         )
-        process.start()
+        begin(process)
         theirs.close()
         log.info("the head is process %s", process.pid)
         with self._saying:
@@ -293,13 +299,15 @@ class KeptHead:
         first, self._one_more = self._one_more, False
         return first
 
-    def _look_whether_it_runs(self) -> None:
-        """Kills a head that is stopped, as a rank would be: it is started again."""
+    def _look_whether_it_runs(self) -> bool:
+        """Kills a head that is stopped, as a rank would be: it is started again. Whether it was killed."""
         limit, pid = self._config.cluster.stopped_seconds, self.pid
         seen = self._watch.look([pid])[pid]
-        if seen is not None and 0 < limit <= seen[0] and not self._stopping.is_set():
-            log.warning("the head (pid %d) is killed: %s for %.1f s", pid, seen[1], seen[0])
-            self._watch.kill(pid)
+        if seen is None or not 0 < limit <= seen[0] or self._stopping.is_set():
+            return False
+        log.warning("the head (pid %d) is killed: %s for %.1f s", pid, seen[1], seen[0])
+        self._watch.kill(pid)
+        return True
 
     def _look_whether_it_hangs(self) -> None:
         """Kills a head that runs and has said nothing for too long, though it says every second that it is

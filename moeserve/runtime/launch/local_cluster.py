@@ -24,7 +24,7 @@ from moeserve.proto.host import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import machine_for, name_process
-from moeserve.runtime.launch.forking import DEAF, hear_no_signals, warm_processes
+from moeserve.runtime.launch.forking import DEAF, begin, hear_no_signals, warm_processes
 from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.head_process import ENDED, Head, HeadInside, HeadProcess
 from moeserve.runtime.launch.kept_head import KeptHead
@@ -110,7 +110,7 @@ class LocalRanks:
         head, exporter = self._head, self._config.server.host  # as the head's own
         spec = RankSpec(self._config, rank, head.streams, head.token, LANES_HOST, self._ranks, rank, exporter)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"{DEAF}-{rank}", daemon=True)
-        process.start()
+        begin(process)
         log.info("rank %d is process %s", rank, process.pid)
         with self._lock:
             self._processes[rank], self._began[rank] = Child(process), time.monotonic()

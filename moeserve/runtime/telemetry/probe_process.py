@@ -15,6 +15,7 @@ read again when they change, or empty where probes come without TLS. Each NAME i
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ from grpc import unary_unary_rpc_method_handler as unary_handler
 ALIVE, READY, STARTED = "/livez", "/readyz", "/startupz"
 PREFACE = b"PRI * HTTP/2.0"  # how a connection of gRPC begins
 REQUEST_SECONDS = 5.0  # within which a request has to arrive
+PR_SET_PDEATHSIG = 1  # of prctl: the signal that comes with the end of the parent
 MOST_CONNECTIONS = 512  # beyond, the one that has been open for longest is closed
 MOST_BYTES = 8192  # of a request
 LOOK_SECONDS = 0.1  # between looks whether watchers are to be told something else
@@ -252,7 +254,13 @@ async def main() -> None:
     await inner.stop(0)
 
 
+def end_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it ends, also while it is stopped."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 if __name__ == "__main__":
+    end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all: the service says when this ends
         signal.signal(number, signal.SIG_IGN)
     asyncio.run(main())

@@ -39,7 +39,8 @@ class Probes:
 
     why_not: why layers cannot be served now; empty while they can. It is asked by a thread of its own: where
     that hangs for `stalled_seconds`, the service counts as one that does not live. tls: paths of the
-    certificate and its key; empty where probes come without TLS. Raises CannotListen.
+    certificate and its key; empty where probes come without TLS. stands_still: whether a process of this host
+    is stopped, and to be replaced. Raises CannotListen.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Probes:
         stalled_seconds: float,
         why_not: Callable[[], str],
         tls: tuple[str, str] = ("", ""),
+        stands_still: Callable[[int], bool] = lambda pid: False,
     ) -> None:
-        self._why_not = why_not
+        self._why_not, self._stands_still = why_not, stands_still
         self._told = threading.Event()
         self._closing = False
         try:
@@ -107,6 +109,12 @@ class Probes:
             raise RuntimeError("the process that answers probes has no stdin")
         try:
             while not self._closing:
+                if self._stands_still(process.pid):
+                    log.error(
+                        "the process that answers probes (pid %d) is killed: it is stopped", process.pid
+                    )
+                    process.kill()
+                    return
                 said = json.dumps({"why": clipped(self._why_not())})
                 process.stdin.write(f"{said}\n".encode())
                 self._told.wait(BEAT_SECONDS)

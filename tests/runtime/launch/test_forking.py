@@ -5,8 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from processes import gone
+
+from moeserve.runtime.launch.forking import begin
+
+
+def test_a_forkserver_that_is_killed_meanwhile_is_named() -> None:
+    def start() -> None:
+        raise EOFError("unexpected EOF")
+
+    with pytest.raises(OSError, match="cannot be forked: the forkserver ended meanwhile"):
+        begin(SimpleNamespace(start=start))  # type: ignore[arg-type]
+
 
 LEAVES_ONE = """
 import os, signal, time

@@ -36,6 +36,7 @@ class Heads:
         self.serving, self.lasts = True, SECONDS
         self.beats = True  # it says all the time that it is alive
         self.aborted = ""  # why its last generation ended
+        self.listens = True
         self.stops = True  # told to stop, it does; it dies otherwise
 
     Pipe = staticmethod(multiprocessing.Pipe)
@@ -61,6 +62,11 @@ class FakeHead:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
+        if not self._heads.listens:  # it is stopped before
+            self.killed.wait(SECONDS)
+            self._pipe.close()
+            self._over.set()
+            return
         self._pipe.send(Up("127.0.0.1:1", ""))
         state = "serving" if self._heads.serving else "forming"
         now = Now(state, "", {}, (), RANKS, versions=3, aborted=self._heads.aborted)
@@ -225,6 +231,25 @@ def test_a_head_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatc
     assert heads.made[0].killed.is_set()
     heads.beats = True
     until(lambda: kept.state()[0] == "serving")
+    kept.stop()
+
+
+def test_a_head_that_is_stopped_before_it_listens_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads()
+    heads.listens = False
+    kept = kept_by(heads)
+
+    def kill(pid: int) -> None:
+        heads.listens = True
+        heads.made[0].killed.set()
+
+    seen = (kept._config.cluster.stopped_seconds, "it is stopped")
+    monkeypatch.setattr(
+        kept._watch, "look", lambda pids: dict.fromkeys(pids, (0.0, "") if heads.listens else seen)
+    )
+    monkeypatch.setattr(kept._watch, "kill", kill)
+    kept.start()
+    assert len(heads.made) == 2 and not heads.made[1].killed.is_set()
     kept.stop()
 
 

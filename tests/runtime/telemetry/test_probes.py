@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import grpc
 import pytest
+from failures import stand_still
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import descendants_of, gone
 
@@ -104,6 +105,42 @@ def test_probes_say_whether_layers_can_be_served(served: Served) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         served.check("no.such.Service")
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_process_that_is_stopped_is_replaced() -> None:
+    stopped, others = set[int](), set(descendants_of(os.getpid()))
+    made = Probes(("127.0.0.1", 0), SERVICES, SECONDS, lambda: "", stands_still=stopped.__contains__)
+    try:
+        assert until(lambda: get(made.port, "/readyz") == (200, "serving"))
+        (before,) = set(descendants_of(os.getpid())) - others
+        stand_still(int(before))
+        stopped.add(int(before))
+        assert gone([before], SECONDS)
+        assert until(lambda: get(made.port, "/readyz") == (200, "serving"))
+    finally:
+        made.close()
+
+
+def test_a_process_that_is_stopped_ends_with_its_service() -> None:
+    code = """
+import time
+from moeserve.runtime.telemetry.probes import Probes
+made = Probes(("127.0.0.1", 0), ("a",), 20.0, lambda: "")
+print(made.port, flush=True)
+time.sleep(600)
+"""
+    service = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert service.stdout is not None
+    try:
+        port = int(service.stdout.readline())
+        assert until(lambda: get(port, "/readyz")[0] == 200)
+        (child,) = descendants_of(service.pid)
+        stand_still(int(child))
+    finally:
+        service.kill()
+        service.wait(SECONDS)
+        service.stdout.close()
+    assert gone([child], SECONDS)
 
 
 def test_watchers_are_told(served: Served) -> None:
