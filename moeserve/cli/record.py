@@ -104,7 +104,8 @@ def recorded(ask: Callable[[], moe_pb2.GetStatusReply], seconds: float, windows:
             time.sleep(seconds)
         except KeyboardInterrupt:
             interrupted = True
-        yield recorder.layers, recorder.window(_answered(ask), time.time())
+        status = ask() if interrupted else _answered(ask)
+        yield recorder.layers, recorder.window(status, time.time())
         number += not recorder.left_out
 
 
@@ -146,7 +147,8 @@ class Recorder:
         if self.left_out:
             if _all_reported(status):
                 self._partial_until = now
-            print("the group formed anew: this window is left out", flush=True)
+            why = "the group formed anew" if again else "not all ranks have reported since"
+            print(f"{why}: this window is left out", flush=True)
             return []
         grown = dict(zip(PHASES, counts - before, strict=True))
         return [

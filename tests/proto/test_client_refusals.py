@@ -220,3 +220,18 @@ def test_an_asynchronous_client_is_of_the_loop_of_its_first_call(service):
     asyncio.run(calls())
     with pytest.raises(RuntimeError, match="belongs to another event loop"):
         asyncio.run(call())
+
+
+def test_an_asynchronous_client_whose_loop_has_ended_gives_back_what_it_has(service):
+    client = AsyncMoeClient(service.address, timeout=20, lane=0)
+
+    async def call() -> None:
+        await client.forward(3, *rows(300))
+
+    asyncio.run(call())
+    assert service.lanes[0].regions.list()
+    asyncio.run(client.close())
+    until = time.monotonic() + 10
+    while service.lanes[0].regions.list():
+        assert time.monotonic() < until
+        time.sleep(0.01)

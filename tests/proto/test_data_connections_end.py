@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -12,15 +13,16 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 import pytest
-from proto_fake import rows
+from proto_fake import FakeService, rows
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
-from moeserve.proto.client import AsyncMoeClient, MoeClient
+from moeserve.proto.client import AsyncMoeClient, MoeClient, Patience
+from moeserve.proto.client.patience import Clock
+from moeserve.proto.client.sync_link import Link
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable
 from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.data_connections import LET_IN, DataConnection, DataConnections
 from moeserve.proto.transports.frames import HEADER, MAGIC
-from moeserve.proto.transports.kept import OPEN_SECONDS
 
 CLOSED = r"client_closed\): this client of .* is closed"
 
@@ -63,9 +65,47 @@ def test_a_call_without_time_for_a_connection_leaves_others_theirs():
         raise DeadlineExceeded("DEADLINE_EXCEEDED", "", "the lane did not answer in time")
 
     connections = DataConnections("127.0.0.1:1", ask)
-    for seconds in (0.001, 0.001, OPEN_SECONDS, 5.0):
+    for seconds in (0.002, 0.002, 1.0, 5.0):
         assert connections.take(seconds) is None
-    assert asked == [0.001, 0.001, OPEN_SECONDS], "a lane that has had its time is left in peace"
+    assert asked == [0.001, 0.001, 0.5], "a lane that has had its time is left in peace"
+
+
+def test_a_fork_leaves_its_parents_connections_and_regions(service: FakeService):
+    client = MoeClient(service.address)
+    output = client.allocate(0, (2, 4), "fp32")
+    with pair() as (connection, theirs):
+        connection.send(moe_pb2.ForwardRequest(job_id="a"), 20.0)
+        theirs.recv(1 << 16)
+        if not (child := os.fork()):  # which closes what it has from its parent
+            connection.end()
+            connection.close()
+            output.region.end()
+            output.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+    assert output.region.alive
+    client.close()
+
+
+def test_calls_of_a_lane_that_leaves_go_on(silent: Silent):
+    """A client that finds it gone from the topology closes what is idle alone."""
+    link = Link(silent.address, 1 << 20)
+    clock = Clock(Patience(timeout=60.0))
+    connection = link.connection(clock)
+    assert connection is not None
+    connection.send(moe_pb2.ForwardRequest(job_id="a"), 60.0)
+    with futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(connection.receive)
+        assert silent.asked.acquire(timeout=20)
+        link.close()
+        with pytest.raises(TimeoutError):
+            asked.result(0.3)
+        link.close(ending=True)
+        with pytest.raises(Unavailable):
+            asked.result(20)
 
 
 class Silent(

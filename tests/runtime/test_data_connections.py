@@ -197,9 +197,9 @@ def test_a_host_that_comes_finds_a_connection(
     limits = replace(there._terms.admission.limits, streams=16)
     monkeypatch.setattr(there._terms.admission, "limits", limits)
     made = [opened(there) for _ in range(2)]
-    for _ in range(7):
+    for _ in range(11):
         there.offer("ipv4:1.2.3.4:5")
-    with pytest.raises(LaneFull, match=r"9 data connections .* may have 9 of 16 .*\(server\.max_streams\)"):
+    with pytest.raises(LaneFull, match=r"13 data connections .* may have 13 of 16 .*\(server\.max_streams\)"):
         there.offer("ipv4:1.2.3.4:5")
     there.offer("ipv4:1.2.3.4:6")
     there.offer("ipv4:1.2.3.5:5")
@@ -448,7 +448,7 @@ def test_a_client_keeps_what_is_answered_and_asks_seldom_where_there_is_none(
     first.close()
     client.give(first)
     second = client.take(0.5)
-    assert second is not None and second is not first and asked[1] == 0.5
+    assert second is not None and second is not first and asked[1] == 0.25
     client.give(second)
     there.close()
     assert client.take(5.0) is None and not client.likely, "one that has ended is not given out"

@@ -186,6 +186,10 @@ class AsyncMoeClient:
         """Closes all connections and gives all regions back; calls under way, and later ones, raise MoeError
         (`client_closed`).
         """
+        if self._of_loop is not None and self._of_loop[0].is_closed():
+            for link in (self._of_loop[1], *self._core.lanes.clear()):
+                link.forget()
+            return
         if self._anew is not None:
             self._anew.cancel()
         await self._door.close()  # first: what fails from now on is not tried again

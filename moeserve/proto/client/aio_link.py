@@ -180,6 +180,12 @@ class AsyncLink:
             raise
         return await asyncio.to_thread(RemoteRegion.open, made, self.address)
 
+    def forget(self) -> None:
+        """Gives back what needs no event loop: that of this link has ended, and its calls with it."""
+        self.closed = True
+        self.regions.close()
+        self._data.close()
+
     async def close(self) -> None:
         """Closes the channel and gives back everything idle; calls that run here end as Unavailable."""
         self.closed = True

@@ -206,7 +206,7 @@ class Placed:
     def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
         """A view of the place, or of the bytes that came. A placed batch is one part: nothing is joined."""
         if self._batch.output is None:
-            return inline_answer(reply, self._batch.hidden)
+            return moved(inline_answer(reply, self._batch.hidden), into)
         check_placed(reply, self._batch.hidden)
         return self._batch.output.plain.storage
 
@@ -218,17 +218,17 @@ class Placed:
 
 
 def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:
-    """`found`, or `into` filled with it."""
+    """`found`, or a copy of it where it may not be written to, or `into` filled with it."""
     if into is None:
-        return found
+        return found if found.flags.writeable else found.copy()
     copy_into(into, found)
     return into
 
 
 def inline_answer(reply: moe_pb2.ForwardReply, rows: Plain) -> NDArray[Any]:
-    """A copy of the answer in the reply's bytes; TensorError when it is not like `rows`."""
+    """The answer in the reply's bytes; TensorError when it is not like `rows`."""
     check_answer(reply, rows)
-    return as_numpy(reply.hidden.data, rows.spec, "reply.hidden").storage.copy()  # to be written to
+    return as_numpy(reply.hidden.data, rows.spec, "reply.hidden").storage
 
 
 def check_placed(reply: moe_pb2.ForwardReply, rows: Plain) -> None:

@@ -250,9 +250,9 @@ class MoeClient:
         """Closes all connections and gives all regions back; calls under way, and later ones, raise MoeError
         (`client_closed`).
         """
-        self._door.close()  # first: what fails from now on is not tried again
+        self._door.close(ending=True)  # first: what fails from now on is not tried again
         for link in self._core.lanes.clear():
-            link.close()
+            link.close(ending=True)
 
     def __enter__(self) -> MoeClient:
         return self

@@ -16,7 +16,7 @@ from moeserve.proto.channel import connect
 from moeserve.proto.client.call import PartCall
 from moeserve.proto.client.patience import Clock, check_process
 from moeserve.proto.client.payload import InlineRows, Payload
-from moeserve.proto.client.stream import StreamPool
+from moeserve.proto.client.stream import ForwardStream, StreamPool
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, Overloaded, Unavailable, from_rpc
 from moeserve.proto.timeouts import bounded
@@ -103,7 +103,7 @@ class Link:
         self._lock = threading.Lock()
         self._regions = weakref.WeakSet[RemoteRegion]()  # that were made, also for tensors of the caller
         self._data = DataConnections(address, self._ask_connection, credentials)
-        self.closed = False
+        self.closed = self._ended = False
         self._process = os.getpid()
 
     def unary(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
@@ -130,8 +130,8 @@ class Link:
         region = RemoteRegion.open(made, self.address)
         with self._lock:
             self._regions.add(region)
-            closed = self.closed
-        if closed:  # meanwhile
+            ended = self._ended
+        if ended:  # meanwhile
             region.end()
         return region
 
@@ -162,11 +162,9 @@ class Link:
         try:
             if calls is not None and calls.send(request, timeout):
                 return Sent(lambda: calls.receive(request.job_id, spin), calls.leave)
-            stream = self.streams.take()
+            stream = self._stream()
         except Unavailable as lost:
             raise payload.lost(lost) from lost
-        except ValueError as closed:
-            raise self._closed() from closed
         stream.send(request, timeout)
 
         def wait() -> moe_pb2.ForwardReply:
@@ -182,6 +180,12 @@ class Link:
             return reply
 
         return Sent(wait, stream.close)
+
+    def _stream(self) -> ForwardStream:
+        try:
+            return self.streams.take()
+        except ValueError as closed:
+            raise self._closed() from closed
 
     def connection(self, clock: Clock) -> DataConnection | None:
         """A data connection for one call; None where the lane has none."""
@@ -250,12 +254,14 @@ class Link:
             return Unavailable("UNAVAILABLE", "", f"the lane at {self.address} left the group")
         return failed
 
-    def close(self) -> None:
-        """Closes the channel and gives all regions back; calls that run here end as Unavailable."""
+    def close(self, *, ending: bool = False) -> None:
+        """Closes the channel, where calls end as Unavailable, and gives back everything idle. ending: its
+        client is closed, and all else under way ends alike; else a lane that leaves still answers that.
+        """
         with self._lock:
-            self.closed = True
-            regions = list(self._regions)
-        self._data.close()
+            self.closed, self._ended = True, ending
+            regions = list(self._regions) if ending else []
+        self._data.close(ending=ending)
         for region in regions:
             region.end()
         self.streams.close()

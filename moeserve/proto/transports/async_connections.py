@@ -27,7 +27,7 @@ from moeserve.proto.transports.data_connections import (
     request_frame,
 )
 from moeserve.proto.transports.frames import Incoming
-from moeserve.proto.transports.kept import OPEN_SECONDS, Kept, is_late
+from moeserve.proto.transports.kept import Kept, seconds_to_open
 
 Frame = tuple[bytes, memoryview | None]
 """A message, and the data behind it."""
@@ -228,13 +228,12 @@ class AsyncDataConnections:
         """One that nobody uses, or a new one; None where calls go by gRPC."""
         found = self._kept.idle()
         if found is None and self._kept.may_open:
-            seconds = min(OPEN_SECONDS, timeout)
+            seconds = seconds_to_open(timeout)
             try:
                 made = await self._ask(seconds)
                 found = await AsyncDataConnection.open(self._host, made, seconds, self._credentials)
             except (MoeError, OSError, ValueError) as error:  # an older lane, out of reach, or new keys
-                if seconds == OPEN_SECONDS or not is_late(error):  # else its caller has no time for one
-                    self._kept.refused(error)
+                self._kept.refused(error, seconds)
         if found is None:
             return None
         if self._kept.closed:  # while it was opened

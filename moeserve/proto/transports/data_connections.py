@@ -24,7 +24,7 @@ from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.awake import Awake
 from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.frames import Connection, FrameReader, frame_of, received, sent_of
-from moeserve.proto.transports.kept import OPEN_SECONDS, Kept, is_late
+from moeserve.proto.transports.kept import Kept, seconds_to_open
 from moeserve.proto.transports.tls import TlsSocket
 
 SECRET_BYTES = 32
@@ -202,9 +202,12 @@ class DataConnection:
         self._connection.close()
 
     def end(self) -> None:
-        """Ends a call that another thread waits for, with Unavailable; that thread closes it."""
-        with suppress(OSError):  # it has ended
-            self._connection.shutdown(socket.SHUT_RDWR)
+        """Ends a call that another thread waits for, with Unavailable; that thread closes it. After a fork
+        the call is its parent's, and goes on.
+        """
+        if self._process == os.getpid():
+            with suppress(OSError):  # it has ended
+                self._connection.shutdown(socket.SHUT_RDWR)
 
 
 class DataConnections:
@@ -249,12 +252,11 @@ class DataConnections:
     def _opened(self, timeout: float) -> DataConnection | None:
         if not self._kept.may_open:
             return None
-        seconds = min(OPEN_SECONDS, timeout)
+        seconds = seconds_to_open(timeout)
         try:
             return DataConnection.open(self._host, self._ask(seconds), seconds, self._credentials)
         except (MoeError, OSError, ValueError) as error:  # an older lane, one out of reach, new keys
-            if seconds == OPEN_SECONDS or not is_late(error):  # else its caller has no time for one
-                self._kept.refused(error)
+            self._kept.refused(error, seconds)
             return None
 
     def give(self, connection: DataConnection) -> None:
@@ -267,10 +269,10 @@ class DataConnections:
         self._used.discard(connection)
         connection.close()
 
-    def close(self) -> None:
-        """Closes all; calls under way end as Unavailable."""
+    def close(self, *, ending: bool = True) -> None:
+        """Closes idle ones, and those that come back later. ending: calls under way end as Unavailable."""
         self._kept.close()
-        for connection in list(self._used):
+        for connection in list(self._used) if ending else ():
             connection.end()
 
 

@@ -11,6 +11,9 @@ from moeserve.proto.errors import Overloaded
 OPEN_SECONDS = 1.0
 """For a lane to open a connection; calls go by gRPC where it does not."""
 
+FEWEST_SECONDS = 0.2
+"""In which a lane that is well opens one: what takes longer is not tried again for a while."""
+
 AGAIN_SECONDS = 30.0
 """After a connection could not be opened, until it is tried again."""
 
@@ -36,9 +39,9 @@ class Keepable(Protocol):
 C = TypeVar("C", bound=Keepable)
 
 
-def is_late(error: Exception) -> bool:
-    """Whether a connection was not opened only because the time for it was over."""
-    return isinstance(error, TimeoutError)
+def seconds_to_open(timeout: float) -> float:
+    """That a call which has so many leaves for a connection: its other half is for the way by gRPC."""
+    return min(OPEN_SECONDS, timeout / 2)
 
 
 class Kept(Generic[C]):
@@ -76,8 +79,12 @@ class Kept(Generic[C]):
             found.close()
         return None
 
-    def refused(self, error: Exception) -> None:
-        """One could not be opened: no other is for a while."""
+    def refused(self, error: Exception, given: float = OPEN_SECONDS) -> None:
+        """One could not be opened in the seconds `given` for it: no other is for a while, unless these were
+        so few that it says nothing of the lane.
+        """
+        if isinstance(error, TimeoutError) and given < FEWEST_SECONDS:
+            return
         seconds = OPEN_SECONDS if isinstance(error, Overloaded) else AGAIN_SECONDS
         self._again = time.monotonic() + seconds
 

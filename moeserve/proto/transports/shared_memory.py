@@ -123,9 +123,12 @@ class RemoteRegion:
         self._lease.close()
 
     def end(self) -> None:
-        """Gives the lease back; a call that is under way over it ends, with Unavailable."""
-        with suppress(OSError):  # it has ended
-            self._lease.shutdown(socket.SHUT_RDWR)
+        """Gives the lease back; a call that is under way over it ends, with Unavailable. After a fork the
+        lease is its parent's, too, and stays.
+        """
+        if self._process == os.getpid():
+            with suppress(OSError):  # it has ended
+                self._lease.shutdown(socket.SHUT_RDWR)
 
 
 def _check_user(lease: socket.socket) -> None:

@@ -59,9 +59,12 @@ def begin(process: BaseProcess) -> None:
 
 
 def hear_no_signals() -> None:
-    """Leaves SIGINT and SIGTERM to the launcher: the calling process ends by its word, its end, or killed."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Leaves SIGINT and SIGTERM to the launcher: the calling process ends by its word, its end, or killed.
+
+    SIGTERM has a handler, since a compiler that this process starts would ignore it for ever, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 

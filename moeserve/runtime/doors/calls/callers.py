@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moeserve.runtime.errors import LONGEST_PUSHBACK, LaneFull, pushback
 
-PART = 0.75
+PART = 0.875
 """Of what others leave of something that may be held for long, which a host may have, or a connection."""
 
 OVERASKED = 2.0  # times as many callers are told to come back as there will be room for
@@ -115,9 +115,10 @@ def host_of(peer: str) -> str:
 class Places:
     """Who holds how many of what there is so much of, and may be held for long. Its owner holds a lock.
 
-    Callers of one host may have three quarters of what those of other hosts leave, and one connection three
-    quarters of what others of its host leave of these. So there always is one for whoever comes, though
-    nobody lets go of any; of several that want more each has nearly an even share.
+    Once half are taken callers of one host may have seven eighths of what those of other hosts leave, and one
+    connection seven eighths of what others of its host leave of these; who has none may have one while there
+    is any. So a few callers that let go of none leave some to others; of several that want more each has
+    nearly an even share.
     """
 
     def __init__(self, holders: Iterable[str] = ()) -> None:
@@ -135,6 +136,8 @@ class Places:
         own, of_host = self._by_peer[peer], self._by_host[host_of(peer)]
         if (count := len(self)) >= limit:
             return f"{count} {what}, as many as there may be"
+        if not own or 2 * count < limit:
+            return ""
         host_most = math.ceil(PART * (limit - (count - of_host)))
         most = max(0, math.ceil(PART * (host_most - (of_host - own))))
         if own < most:
@@ -162,41 +165,38 @@ class FirstMessages:
     """
 
     def __init__(self, most: int, *, small: bool) -> None:
-        """most: of such calls at a time. small: messages come with their calls, as those of questions do: of
-        too many calls without one the eldest is left. Others are large and take their time: of a caller that
+        """most: of such calls at a time. small: messages come with their calls, as those of questions do: one
+        that is `late` while there are more is left. Others are large and take their time: of a caller that
         has its part no further call is taken.
         """
-        self._most, self._small = most, small
+        self._most, self.small = most, small
         self._places = Places()
-        self._waiting: dict[object, tuple[str, Callable[[], object]]] = {}  # of whom, and what leaves it
+        self._waiting: dict[object, str] = {}  # of whom
         self._lock = threading.Lock()
 
-    def begin(self, peer: str, leave: Callable[[], object]) -> object:
-        """A thread waits for a message of the caller at `peer`, whom `leave` leaves; what `over` takes.
+    def begin(self, peer: str) -> object:
+        """A thread waits for a message of the caller at `peer`; what `over` takes.
 
         Raises LaneFull where this caller has too many of them.
         """
-        entry, left = object(), None
+        entry = object()
         with self._lock:
-            if self._small:
-                if len(self._waiting) >= self._most:
-                    left = self._give(next(iter(self._waiting)))
-            elif why := self._places.why_not(peer, self._most, "calls wait for their message"):
+            if not self.small and (
+                why := self._places.why_not(peer, self._most, "calls wait for their message")
+            ):
                 raise LaneFull(f"{why}: send it with the call", pushback(1))
-            self._waiting[entry] = peer, leave
+            self._waiting[entry] = peer
             self._places.take(peer)
-        if left is not None:
-            left()
         return entry
+
+    def late(self, entry: object) -> bool:
+        """Whether to leave a caller whose small message is not there a while after its call: its thread is
+        wanted. A burst of many calls takes some time to be read, and is not left for that.
+        """
+        with self._lock:
+            return entry in self._waiting and len(self._waiting) > self._most
 
     def over(self, entry: object) -> None:
         """The message is there, or nobody waits for it any more."""
         with self._lock:
-            if entry in self._waiting:  # else it was left
-                self._give(entry)
-
-    def _give(self, entry: object) -> Callable[[], object]:
-        """Nobody waits for a call any more; what leaves it. The lock is held."""
-        peer, leave = self._waiting.pop(entry)
-        self._places.give(peer)
-        return leave
+            self._places.give(self._waiting.pop(entry))

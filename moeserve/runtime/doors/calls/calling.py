@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 Serialize = Callable[[Any], bytes]
 
 SPARE_THREADS = 16  # of each sort, so that what is refused is refused at once
+SMALL_SECONDS = 1.0  # for the message of a question to follow its call, where its thread is wanted
 OPERATIONS = 4  # a rebalance, reload or scaling at once, with those that wait for it
 QUESTIONS = 16  # such as GetTopology, which wait for nothing
 
@@ -199,8 +200,15 @@ class Calling:
             _leave_alone(context, "sends no message")
 
         waits = self._first_messages[sort]
-        entry = waits.begin(context.peer(), leave)
-        watched = self._late.add(within, leave)
+        entry = waits.begin(context.peer())
+
+        def late() -> None:
+            if waits.late(entry):
+                leave()
+
+        watched = [self._late.add(within, leave)]
+        if waits.small:
+            watched.append(self._late.add(time.monotonic() + SMALL_SECONDS, late))
         try:
             return next(messages)
         except (StopIteration, grpc.RpcError) as over:  # of a call that is cancelled either may come
@@ -208,7 +216,8 @@ class Calling:
                 raise CallerLeft("the caller left, or was left, before its message was there") from None
             raise BadRequest("the call ended without its message") from None
         finally:
-            self._late.remove(watched)
+            for each in watched:
+                self._late.remove(each)
             waits.over(entry)
 
 

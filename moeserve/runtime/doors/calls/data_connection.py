@@ -68,7 +68,7 @@ class Terms:
 class _Asked:
     """A request that is read, what is wrong with its message, and the bytes that count for it on its way.
 
-    It counts by what has come of it: what a header claims takes no memory, and would keep others out.
+    It counts by what has come of it: who claims much in a header, and sends nothing, keeps no call out.
     """
 
     def __init__(self, admission: Admission, peer: str) -> None:
@@ -82,6 +82,10 @@ class _Asked:
         nbytes *= ANSWERED
         self._admission.enlarge(self._peer, self._held, nbytes)
         self._held += nbytes
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises LaneFull where there is no room for so many bytes behind what came: they get no memory."""
+        self._admission.enlarge(self._peer, self._held, ANSWERED * nbytes)()
 
     def entered(self, nbytes: int) -> Callable[[], None]:
         """All of its bytes are there: it is a call. Returns what ends it. Raises LaneFull."""
@@ -217,6 +221,7 @@ class DataConnection:
 
     def _room(self, asked: _Asked, message: bytes, nbytes: int) -> memoryview:
         """Memory for the rows behind a message."""
+        asked.check_room(nbytes)
         asked.parse(message)
         room = None if asked.wrong else self._lane.room(asked.request, nbytes)
         return self._region.rows(nbytes) if room is None else room

@@ -38,6 +38,9 @@ from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
 log = logging.getLogger(__name__)
 
+LEFT_SECONDS = 0.1
+"""At most, for a lane that was detached to leave its place; it stays while a step may touch its memory."""
+
 SWEEP_SECONDS = 0.05
 """Between looks whether the callers' leases are still there."""
 
@@ -84,6 +87,7 @@ class DeviceLanes:
         self._coming: set[str] = set()  # names of lanes whose memory is being made
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._left = threading.Condition(self._lock)
         self._closing = self._failed = False
         self.looking = Looking(steps)
         self._thread = threading.Thread(target=self._run, name="device-lanes", daemon=True)
@@ -192,6 +196,8 @@ class DeviceLanes:
             self._leaves(attached)
             self._tell_thread()
         self._leave(attached, "it was detached")
+        with self._lock:  # its caller may attach another one at once
+            self._left.wait_for(lambda: attached.lane not in self._leaving, LEFT_SECONDS)
 
     def for_connections(
         self, which: str, spin: float, door: LaneDoor, dtype: torch.dtype, observe: Observe
@@ -349,6 +355,7 @@ class DeviceLanes:
         if not lane.in_pass:
             with self._lock:
                 self._leaving.remove(lane)
+                self._left.notify_all()
             self._forget(lane)
 
     def _forget(self, lane: AnnouncedLane) -> None:
