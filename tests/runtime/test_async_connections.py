@@ -226,7 +226,7 @@ def test_a_lane_without_connections_is_asked_seldom(error: MoeError, seconds: fl
     async def act() -> None:
         client = AsyncDataConnections("127.0.0.1:1", ask)
         assert await client.take(0.4) is None and await client.take(5.0) is None
-        assert asked == [0.4] and not client.likely
+        assert asked == [0.2] and not client.likely, "half of its time is for the way by gRPC"
         assert seconds - 1 < client._kept._again - time.monotonic() <= seconds
         client._kept._again = 0.0  # it is over
         assert await client.take(5.0) is None and len(asked) == 2
