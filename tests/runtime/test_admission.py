@@ -6,8 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -208,19 +207,6 @@ def test_a_large_question_is_refused_and_a_small_message_not_looked_at() -> None
 
 
 # -- at a server
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Service]]:
-    made: list[Service] = []
-
-    def make(**limits: Any) -> Service:
-        made.append(Service(**limits))
-        return made[-1]
-
-    yield make
-    for service in made:
-        service.close()
 
 
 def test_silent_streams_and_waiting_calls_leave_health_its_threads(serve: Callable[..., Service]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +16,6 @@ from moeserve.runtime.doors.front_door import FrontDoor
 from moeserve.runtime.doors.request import NotServed
 
 FORWARD = "/moeserve.v1.LaneService/Forward"
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Service]]:
-    made: list[Service] = []
-
-    def make(**limits: Any) -> Service:
-        made.append(Service(**limits))
-        return made[-1]
-
-    yield make
-    for service in made:
-        service.close()
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import grpc
 import pytest
@@ -17,19 +16,6 @@ from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.callers import FirstMessages, Places
 from moeserve.runtime.doors.calls.calling import QUESTIONS
 from moeserve.runtime.errors import LaneFull
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Service]]:
-    made: list[Service] = []
-
-    def make(**limits: Any) -> Service:
-        made.append(Service(**limits))
-        return made[-1]
-
-    yield make
-    for service in made:
-        service.close()
 
 
 def filled(places: Places, peer: str, limit: int) -> int:

@@ -140,9 +140,8 @@ class DeviceLanes:
                 limits.patience,
                 limits.answer,
                 lambda status: self.on_pass(status),
-                ahead=min(
-                    limits.ahead, limits.patience / 2
-                ),  # the device waits for no longer than its patience
+                # the device waits for no longer than its patience
+                ahead=min(limits.ahead, limits.patience / 2),
             )
             memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
             handle, wire = b"", ""

@@ -252,11 +252,8 @@ class MemberSteps:
         """Has what was counted reported, when it changed, and in each generation: its head may be another.
         None: no generation is live, and nothing is.
         """
-        counted = (
-            generation,
-            self.steps,
-            self.expert_rows,
-        )  # a device's rows are read behind the report of their steps
+        # a device's rows are read behind the report of their steps
+        counted = generation, self.steps, self.expert_rows
         if counted == self._reported or generation is None:
             return
         self._reported, self._reported_at = counted, time.monotonic()
