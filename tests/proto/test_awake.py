@@ -26,12 +26,12 @@ class Clock:
         self.now += seconds + (WOKEN_LATER if seconds else 0.0)
 
     def poll(self, limit: float | None) -> list[tuple[int, int]]:
-        """As of select.poll, which sleeps for whole milliseconds."""
+        """As of FinePoll."""
         if limit == 0:
             self.looked += 1
             self.now += LOOK
         elif self.now < self.comes:
-            until = self.now + 1e9 if limit is None else self.now + int(limit) / 1000
+            until = self.now + 1e9 if limit is None else self.now + limit / 1000
             self.slept += 1
             self.now = min(self.comes, until) + WOKEN_LATER
         return THERE if self.now >= self.comes else []
@@ -68,6 +68,14 @@ def test_what_takes_as_long_as_before_is_found_awake(clock: Clock, takes: float)
     for _ in range(10):
         assert late(awake, clock, takes) <= LOOK
         assert clock.looked * LOOK <= MOST_AWAKE_SECONDS + 2 * LOOK
+
+
+@pytest.mark.parametrize("before", [7e-4, 1.5e-3, 4e-3])
+def test_what_comes_sooner_than_before_is_found_at_once_and_then_awake(clock: Clock, before: float) -> None:
+    awake = used_to(clock, before)
+    assert late(awake, clock, 4e-4) == pytest.approx(WOKEN_LATER)
+    for _ in range(10):
+        assert late(awake, clock, 4e-4) <= LOOK
 
 
 def test_what_takes_long_is_waited_for_asleep(clock: Clock) -> None:

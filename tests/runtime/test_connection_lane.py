@@ -15,6 +15,7 @@ from begun_steps import Step
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import refusals
+from moeserve.proto.passes.called_lane import LONG_STEPS
 from moeserve.runtime.doors.calls import connection_lane
 from moeserve.runtime.doors.calls.connection_lane import FEWEST_CALLS, ConnectionLane, OwnLanes
 from moeserve.runtime.doors.passes.announced import LaneModel
@@ -289,6 +290,32 @@ def test_a_lane_is_asked_for_again_after_a_while(
     for _ in range(2 * FEWEST_CALLS):
         assert room(refuses, request()) is None, "its steps would be calls"
     assert len(rank.lanes.attached()) == 1
+
+
+def test_the_first_pass_of_a_lane_goes_over_the_layers_of_the_calls_before(
+    rank: Rank, lane: ConnectionLane
+) -> None:
+    for call in range(FEWEST_CALLS - 1):
+        assert room(lane, request(layer=(3, 5)[call % 2])) is None
+    found = begun(lane, request(layer=(3, 5)[(FEWEST_CALLS - 1) % 2]), 2.0)
+    rank.step(1).answer()
+    assert found.result(5.0) is not None
+    assert lane._line is not None and (run := lane._line._run) is not None
+    assert lane._line._goes_on and run.layers[:2] == ((5, 3) if FEWEST_CALLS % 2 == 0 else (3, 5))
+    assert len(run.layers) == LONG_STEPS and run.status is None
+
+
+def test_calls_beside_others_count_for_a_lane(
+    rank: Rank, lane: ConnectionLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_lane, "ALONE_SECONDS", 0.1)
+    other = ConnectionLane(rank.own, "")
+    for _ in range(FEWEST_CALLS):
+        assert room(other, request()) is None and room(lane, request()) is None
+    time.sleep(0.15)
+    found = begun(lane, request(), 2.0)
+    rank.step(1).answer()
+    assert found.result(5.0) is not None, "it calls alone now"
 
 
 def test_only_a_connection_that_calls_alone_uses_its_lane(

@@ -111,15 +111,17 @@ def room_for(rows: int, most: int) -> int:
 class CalledLane:
     """A lane that is attached, and the pass that runs on it. One thread at a time uses it."""
 
-    def __init__(self, lane: AttachedLane, *, placed: bool = False) -> None:
-        """placed: its memory is handed out, and calls fill and read it there."""
+    def __init__(self, lane: AttachedLane, rounds: Rounds | None = None, *, placed: bool = False) -> None:
+        """rounds: of its caller's calls that went another way before, and may again. placed: its memory is
+        handed out, and calls fill and read it there.
+        """
         self.lane, self.placed = lane, placed
         self.user = threading.get_ident()  # who called last
         self.used_at = time.monotonic()
         self.turn = threading.Lock()  # of one that is placed: a call at a time
         self._buffers = AnswerBuffers(lane.memory)
         self._stays = False  # the answer of what was posted, in its buffer
-        self._rounds = Rounds()
+        self._rounds = Rounds() if rounds is None else rounds
         self._run: Pass | None = None
         self._goes_on = False  # it has further steps
         self._calls, self._demanded = 0, 0

@@ -31,7 +31,7 @@ LONGEST_SECONDS = 0.005
 """What takes longer is waited for asleep: to be woken takes little of it."""
 
 Poll = Callable[[float | None], list[tuple[int, int]]]
-"""As of `select.poll`: milliseconds, None for as long as it takes; [] where nothing has come."""
+"""As of `FinePoll`: within milliseconds and parts of one, None: whenever; [] where nothing has come."""
 
 
 def awake_seconds() -> float:
@@ -70,13 +70,11 @@ class Awake:
         """What was found about when it was expected. Between two looks others have their turn: a thread that
         asks for the interpreter again at once would keep it from those who wait for it.
         """
-        expected, early = self.expected, self._since + self.expected - EARLY_SECONDS
-        if expected > self._awake:
-            whole = int(1000 * (early - time.monotonic()))
-            if whole > 0 and (found := poll(whole)):
+        expected = self.expected
+        if expected > self._awake:  # what comes sooner than before wakes it, and is expected sooner at once
+            early = self._since + expected - EARLY_SECONDS - time.monotonic()
+            if early > 0 and (found := poll(1000 * early)):
                 return found
-            if (rest := early - time.monotonic()) > 0:
-                time.sleep(rest)
         now = time.monotonic()
         until = min(self._since + expected + EARLY_SECONDS + expected / 4, now + self._awake)
         while now < until:

@@ -23,6 +23,7 @@ from moeserve.proto.texts import quoted
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.awake import Awake
 from moeserve.proto.transports.carried import Carried
+from moeserve.proto.transports.fine_poll import FinePoll
 from moeserve.proto.transports.frames import Connection, FrameReader, frame_of, received, sent_of
 from moeserve.proto.transports.kept import Kept, seconds_to_open
 from moeserve.proto.transports.tls import TlsSocket
@@ -86,9 +87,8 @@ class DataConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._connection, self._reader = connection, FrameReader(connection)
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(connection, select.POLLIN)
-        self._writable.register(connection, select.POLLOUT)
+        self._readable = FinePoll((connection,))
+        self._writable = FinePoll((connection,), select.POLLOUT)
         self._deadline, self._job_id, self._most = 0.0, "", 0
         self._awake = Awake()
         self.alone = False  # no other connection to the lane was used lately by its client
@@ -128,7 +128,7 @@ class DataConnection:
         if self._process != os.getpid():
             return False
         try:
-            return not self._readable.poll(0)  # nothing is asked: what there is to read is its end
+            return not self._readable(0)  # nothing is asked: what there is to read is its end
         except OSError:
             return False
 
@@ -163,7 +163,7 @@ class DataConnection:
                 self._wait(self._readable, self._awake)
                 return
             while until and time.monotonic() < until:
-                if self._readable.poll(0):
+                if self._readable(0):
                     return
             self._wait(self._readable)
 
@@ -185,11 +185,9 @@ class DataConnection:
             raise
         return reply_of(came, data)
 
-    def _wait(self, ready: select.poll, awake: Awake | None = None) -> None:
+    def _wait(self, ready: FinePoll, awake: Awake | None = None) -> None:
         left = self._deadline - time.monotonic()
-        if left <= 0 or not (
-            ready.poll(left * 1000) if awake is None else awake.wait(ready.poll, left * 1000)
-        ):
+        if left <= 0 or not (ready(left * 1000) if awake is None else awake.wait(ready, left * 1000)):
             raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "the lane did not answer in time")
 
     @property

@@ -23,7 +23,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.errors import DeadlineExceeded, MoeError
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted, request_for
-from moeserve.proto.passes.called_lane import CalledLane, room_for
+from moeserve.proto.passes.called_lane import CalledLane, Rounds, room_for
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.proto.passes.refusals import Refusals
 from moeserve.proto.passes.running import Columns, Pass, narrowed
@@ -37,8 +37,11 @@ from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable
 
 log = logging.getLogger(__name__)
 
-FEWEST_CALLS = 8
-"""Of a connection that a lane could take, before it has one: to attach it takes as long as some calls."""
+FEWEST_CALLS = 10
+"""Of a connection that a lane could take, with the one for which it is attached: that takes as long as some
+calls, and by then it is known over which layers they go round (`Rounds`), so that a standing pass begins at
+once. Those count, too, that came while others called.
+"""
 
 ALONE_SECONDS = 0.25
 """For which no other connection of the rank has called, and no step or run has come of another lane of the
@@ -126,7 +129,8 @@ class ConnectionLane:
         self._of, self._peer, self._rest_seconds = of, peer, rest_seconds
         self._line: CalledLane | None = None
         self._columns: Columns | None = None  # of the call whose rows are received
-        self._calls = 0  # that came without a lane for them
+        self._calls = 0  # that a lane could take
+        self._rounds = Rounds()  # over whose layers they went
         self.doubted = False  # a call with rows in its memory went another way, and has no answer
         self._refusals = Refusals()
 
@@ -146,7 +150,12 @@ class ConnectionLane:
         """
         self._columns = None
         alone, rows = self._alone(), self._rows(request, nbytes)
-        if not alone or not rows or (line := self._line_for(rows)) is None:
+        if not rows:
+            return None
+        self._calls += 1
+        if not alone or (line := self._line_for(rows)) is None:
+            now = time.monotonic()  # nearly: when it is answered, is not known here
+            self._rounds.called(request.layer, now, now)
             return None
         hidden, *places = line.lane.memory.room(0, rows)
         route = _route(request, places)
@@ -187,7 +196,6 @@ class ConnectionLane:
                 line = None
         if line is not None and self._kept(line) and rows <= line.lane.wanted.rows:
             return line
-        self._calls += 1
         if self._calls < FEWEST_CALLS or not self._refusals.asks(ANY, rows, several=False):
             return None
         self.close()
@@ -218,7 +226,7 @@ class ConnectionLane:
         try:
             made = of.attach(request_for(wanted), self._peer)
             try:
-                line = CalledLane(AttachedLane(_Here(of), wanted, made), placed=True)
+                line = CalledLane(AttachedLane(_Here(of), wanted, made), self._rounds, placed=True)
             except BaseException:
                 of.detach(made.mailbox)
                 raise

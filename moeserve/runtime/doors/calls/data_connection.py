@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.transports.awake import Awake
+from moeserve.proto.transports.fine_poll import FinePoll
 from moeserve.proto.transports.frames import Buffers, Connection, FrameReader, frame_of, sent_of
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.connection_lane import ConnectionLane, OwnLanes
@@ -119,9 +120,7 @@ class DataConnection:
         self._of, self._connection, self.peer = of, connection, peer
         self._reader, self._wake = FrameReader(connection), Wake()
         self._limits = of.admission.limits
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-        self._poll.register(self._wake, select.POLLIN)
+        self._poll = FinePoll((connection, self._wake))
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
@@ -150,9 +149,9 @@ class DataConnection:
             rests = self._region.held or self._lane.held
             limit = self._limits.rest_seconds * 1000 if rests else None
             if self._lane.takes and not self.busy:  # its caller is alone, and may call at once
-                found = self._awake.wait(self._poll.poll, limit)
+                found = self._awake.wait(self._poll, limit)
             else:
-                found = self._poll.poll(limit)
+                found = self._poll(limit)
             ready = {which for which, _ in found}
             if self._ending:
                 return
