@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -316,6 +319,31 @@ def test_calls_beside_others_count_for_a_lane(
     found = begun(lane, request(), 2.0)
     rank.step(1).answer()
     assert found.result(5.0) is not None, "it calls alone now"
+
+
+def test_the_memory_of_lanes_goes_with_them_and_waits_for_no_collection(rank: Rank) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, 4):
+            rank.own.alone._last = None
+            lane = ConnectionLane(rank.own, "")
+            warmed(lane)
+            found = begun(lane, request(), 1.0)
+            rank.step(number).answer()
+            assert found.result(5.0) is not None
+            lane.close()
+        del lane, found
+        rank.steps.clear()
+        until(lambda: not [file for file in Path("/proc/self/fd").iterdir() if of_region(file)])
+    finally:
+        gc.enable()
+
+
+def of_region(file: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return "moeserve-region" in str(file.readlink())
+    return False
 
 
 def test_only_a_connection_that_calls_alone_uses_its_lane(

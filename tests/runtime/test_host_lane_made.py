@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +79,9 @@ class Runs:
     def detach(self, mail: Mail) -> None:
         self.detached.append(mail)
 
+    def await_launches(self, seconds: float) -> None:
+        """None is ever begun."""
+
 
 def attached(
     regions: Regions, runs: Runs, rows: int = 4, dtype: str = "DTYPE_BF16"
@@ -141,6 +149,38 @@ def test_memory_stays_registered_until_the_rank_lets_go_of_the_lane() -> None:
     assert runs.detached[0].nbytes == 0 and runs.detached[0].handle == b""
     regions.close()
     assert not driver.registered and not regions.bytes
+
+
+def test_the_memory_of_a_lane_goes_with_it_and_waits_for_no_collection() -> None:
+    regions, runs = Regions(RegionLimits(), Registrar(Driver(""), 1 << 20)), Runs("")
+    lanes, lane = attached(regions, runs)
+    gone, mapped = weakref.ref(lane), len(maps())
+    assert mapped and lane.company() is Company.NONE
+    gc.collect()
+    gc.disable()
+    try:
+        lanes.detach(lane.memory.mailbox)
+        del lane
+        runs.detached.pop().memory.close()
+        runs.attached.clear()
+        until = time.monotonic() + 5
+        while (gone() is not None or maps()) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert gone() is None, "something of it leads back to it"
+        assert not maps() and not regions.bytes
+    finally:
+        gc.enable()
+        lanes.close()
+        regions.close()
+
+
+def maps() -> list[str]:
+    """Files of regions that this process has mapped, or open."""
+    found = [line for line in Path("/proc/self/maps").read_text().splitlines() if "moeserve-region" in line]
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += [name] if "moeserve-region" in (name := str(file.readlink())) else []
+    return found
 
 
 def test_steps_of_lanes_count_as_no_calls_of_others() -> None:

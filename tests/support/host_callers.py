@@ -45,7 +45,7 @@ class HostCaller(Caller):
         both = DeviceLane(memory, terms, self.call), runs
         self.host: HostLane = HostLane(memory, terms, both, lambda: self.can)
         self.lane, runs.turns = self.host, runs.turns  # type: ignore[assignment]
-        self.host.company = lambda: self.others
+        self.host.company_of = lambda lane: self.others
 
     def call(
         self, request: moe_pb2.ForwardRequest, ended: Callable[[moe_pb2.ForwardStreamReply], None]

@@ -93,6 +93,10 @@ Bell = tuple[Words, int, int]
 """Words of a mailbox, the place of one among them, and what it is."""
 
 
+def _nobody(lane: AnnouncedLane) -> Company:
+    return Company.NONE
+
+
 class AnnouncedLane(ABC):
     """A caller's lane. `look` is called by one thread, `detach` by any."""
 
@@ -102,6 +106,9 @@ class AnnouncedLane(ABC):
         self.active_at = -math.inf  # when its caller last wanted a step
         # when there last was anything, or an answer that its caller goes on from
         self.stirred_at = time.monotonic()
+        # who but a lane's caller wants the rank's steps now. It is given the lane and holds none: one that
+        # leads to itself keeps its memory until the interpreter looks for such objects, which is seldom
+        self.company_of: Callable[[AnnouncedLane], Company] = _nobody
         self._terms = terms
         box, answers = memory.held
         self._box = _words(box.memory)
@@ -115,6 +122,10 @@ class AnnouncedLane(ABC):
     def ahead(self) -> bool:
         """Whether its steps are launched ahead now, and may wait for its caller's rows on the device."""
         return False
+
+    def company(self) -> Company:
+        """Who else wants the rank's steps now."""
+        return self.company_of(self)
 
     @property
     @abstractmethod

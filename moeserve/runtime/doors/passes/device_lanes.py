@@ -149,7 +149,7 @@ class DeviceLanes:
                 lane = self._host_lane(memory, terms, peer)
             else:
                 made, handle = self.looking.mail.lane(request, memory, terms)
-                made.company, lane, wire = (lambda: self.looking.company_of(made)), made, made.wire
+                made.company_of, lane, wire = self.looking.company_of, made, made.wire
             undo.pop_all()
         reply = moe_pb2.AttachLaneReply(
             mailbox=name,
@@ -178,11 +178,11 @@ class DeviceLanes:
         if mail is None or made is None:
             return calls
 
-        def company() -> Company:
-            found = self.looking.company_of(made)
+        def company_of(lane: AnnouncedLane) -> Company:
+            found = self.looking.company_of(lane)
             return Company.CALLS if found is Company.NONE and not mail.own_gpu else found
 
-        made.company = company
+        made.company_of = company_of
         return made
 
     def detach(self, mailbox: str) -> None:
@@ -317,21 +317,31 @@ class DeviceLanes:
 
     def _look(self) -> None:
         swept = time.monotonic()
-        while True:
-            with self._lock:
-                while not self._lanes and not self._leaving and not self._closing:
-                    self._changed.wait()
-                if self._closing and not self._leaving:
-                    return
-                lanes, leaving = self._there, list(self._leaving)
+        while self._awaited():
             if time.monotonic() - swept > SWEEP_SECONDS:
                 swept = time.monotonic()
                 self._sweep()
-            if leaving or self.looking.await_turn():
-                pause = self.looking.look(lanes, leaving)
-                for lane in leaving:
-                    self._forget_idle(lane)
-                self.looking.pauses.wait(*pause)
+            self._look_once()
+
+    def _awaited(self) -> bool:
+        """Whether there is a lane to look at, once there is; False: the thread is to end. Who waits for one
+        keeps none that was there before, with its memory.
+        """
+        if not (self._lanes or self._leaving):
+            self.looking.rest()
+        with self._lock:
+            while not (self._lanes or self._leaving or self._closing):
+                self._changed.wait()
+            return bool(self._leaving) or not self._closing
+
+    def _look_once(self) -> None:
+        with self._lock:
+            lanes, leaving = self._there, list(self._leaving)
+        if leaving or self.looking.await_turn():
+            pause = self.looking.look(lanes, leaving)
+            for lane in leaving:
+                self._forget_idle(lane)
+            self.looking.pauses.wait(*pause)
 
     def _sweep(self) -> None:
         """Detaches lanes whose caller's lease has ended."""

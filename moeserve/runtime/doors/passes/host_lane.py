@@ -37,7 +37,6 @@ class HostLane(AnnouncedLane):
         super().__init__(memory, terms)
         self._calls, self._runs = both
         self._may_run = may_run
-        self.company: Callable[[], Company] = lambda: Company.NONE  # who else wants the rank's steps now
         self._works: DeviceLane | MailLane = self._calls
         self._again = -math.inf  # when to ask once more whether runs can be launched
 

@@ -81,6 +81,12 @@ class Looking:
         with self.turn:
             return self._look(lanes, leaving, launches=False)
 
+    def rest(self) -> None:
+        """Nobody is attached: no lane is kept that was."""
+        with self.turn:
+            self._there, self._mails, self._leads, self._active, self._hosts = [], [], [], [], []
+            self._bells.look([])
+
     # -- by the thread that launches steps -----------------------------------------------------------------
 
     def look_elsewhere(self, lanes: Callable[[], list[AnnouncedLane]]) -> None:

@@ -12,7 +12,6 @@ that has waited too long is left, and its steps come one by one; so is one launc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from moeserve.dispatch.mail.kernels import ABORT, CHOICE, MISFIT, YIELD
 from moeserve.dispatch.mail.layout import MailLayout
@@ -41,7 +40,6 @@ class MailLane(PassLane):
     ) -> None:
         super().__init__(memory, terms)
         (self._layout, self._mail), self._runs = mail, runs
-        self.company: Callable[[], Company] = lambda: Company.NONE  # who else wants the rank's steps now
         self.turns = Turns()
         self.held = False  # whether no run may begin now
         self.for_calls = 0  # the pass whose next step no run takes: its caller's host brings logits
