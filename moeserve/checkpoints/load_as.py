@@ -23,7 +23,8 @@ ALIASES: Mapping[str, str] = {
     "fp8_per_channel": "fp8_channel x fp8_token",
     "int8_per_channel_weight_only": "int8_channel",
 }
-"""Other systems' names for quantizing while loading. A format alone leaves activations as they are."""
+"""Other systems' names for quantizing while loading. A format alone leaves activations as they
+are, where no scheme has its name."""
 
 
 def scheme_to_load_as(name: str, plain: Format) -> Scheme:

@@ -570,7 +570,7 @@ class FrontServiceServicer:
     """
 
     def Forward(self, request, context):
-        """Runs one layer's experts over a batch of rows, spread over the lanes. Inline tensors only.
+        """Runs one layer's experts over a batch of rows, spread over the lanes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

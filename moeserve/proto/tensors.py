@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import prod
@@ -96,6 +97,14 @@ class Spec:
 
     def __str__(self) -> str:
         return f"{self.dtype.name} {list(self.shape)}"
+
+
+def spec_named(dtype: str, shape: Sequence[int]) -> Spec:
+    """Of a tensor that is to be made. Raises TensorError for an unknown dtype, and for sizes below 1."""
+    sizes = tuple(int(size) for size in shape)
+    if any(size < 1 for size in sizes):
+        raise TensorError("shape", f"{list(sizes)} has a size below 1")
+    return Spec(known("dtype", dtype), sizes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.client import MoeClient
 from moeserve.proto.tensors import (
     DTYPES,
     FLOATS,
@@ -18,6 +19,7 @@ from moeserve.proto.tensors import (
     known,
     plain,
     restore,
+    spec_named,
     spec_of,
 )
 
@@ -162,3 +164,17 @@ def test_what_is_written_in_place_has_to_be_what_is_wanted():
     ):
         with pytest.raises(TensorError, match=r"^out: "):
             in_place(wrong, "out", spec)
+
+
+@pytest.mark.parametrize("shape", [(-6, 64), (0, 64), (4, -1)])
+def test_a_tensor_of_no_size_is_not_made(shape: tuple[int, ...]) -> None:
+    with pytest.raises(TensorError, match=r"shape: \[.*\] has a size below 1"):
+        spec_named("bf16", shape)
+    with pytest.raises(TensorError, match="shape"), MoeClient("127.0.0.1:1", timeout=0.1) as client:
+        client.allocate(0, shape)
+
+
+def test_a_tensor_to_be_made_has_a_known_dtype() -> None:
+    assert spec_named("bf16", [4, 64]).nbytes == 512
+    with pytest.raises(TensorError, match="dtype"):
+        spec_named("bf17", (4, 64))

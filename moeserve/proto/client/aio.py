@@ -23,7 +23,7 @@ from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, R
 from moeserve.proto.client.payload import InlineRows
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, WeightsChanged, client_closed, from_rpc
-from moeserve.proto.tensors import Array, Spec, known
+from moeserve.proto.tensors import Array, spec_named
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 T = TypeVar("T")
@@ -101,8 +101,7 @@ class AsyncMoeClient:
     async def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
         """A tensor in shared memory of a lane: as MoeClient.allocate."""
         check_lane_named(lane)
-        clock = self._core.clock(None)
-        spec = Spec(known("dtype", dtype), tuple(int(size) for size in shape))
+        clock, spec = self._core.clock(None), spec_named(dtype, shape)
 
         async def make() -> RemoteRegion:
             link, size = self._core.place(await self._topology(clock), lane, spec)

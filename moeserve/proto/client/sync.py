@@ -31,7 +31,7 @@ from moeserve.proto.client.stream import ForwardStream
 from moeserve.proto.client.sync_link import Attempt, Link, Sent
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, WeightsChanged, client_closed, from_rpc
-from moeserve.proto.tensors import Array, Spec, known
+from moeserve.proto.tensors import Array, spec_named
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 T = TypeVar("T")
@@ -82,9 +82,12 @@ class MoeClient:
         weights: Array,
         **options: Unpack[CallOptions],
     ) -> Array:
-        """One layer's experts, mixed: [T, H] like `hidden` (a torch tensor on the CPU, or a numpy array).
+        """One layer's experts, mixed: [T, H] like `hidden` (a torch tensor on the CPU, or a numpy array); with
+        `output`, or a SharedTensor as `hidden`, a numpy array (bfloat16 by ml_dtypes, else as uint16 bits).
 
         hidden: [T, H] fp32, bf16 or fp16; experts: [T, K] int32 or int64, -1 = none; weights: [T, K], final.
+        K is the model's: who has fewer fills up with -1. Raises MoeError; and TensorError, ValueError and
+        TypeError for arguments that no service would take.
         """
         return self.call(layer, hidden, Choice(experts, weights), **options).hidden
 
@@ -145,11 +148,11 @@ class MoeClient:
         The lane's rank writes the answer there itself. After a call that failed, by its deadline for example,
         its step may still be under way and write there, until the next call with this output is answered.
 
-        Raises MoeError where the lane cannot share memory with this process.
+        Raises MoeError where the lane cannot share memory with this process, and TensorError for a dtype or
+        shape that is none.
         """
         check_lane_named(lane)
-        clock = self._core.clock(None)
-        spec = Spec(known("dtype", dtype), tuple(int(size) for size in shape))
+        clock, spec = self._core.clock(None), spec_named(dtype, shape)
 
         def make() -> RemoteRegion:
             link, size = self._core.place(self._topology(clock), lane, spec)

@@ -99,7 +99,10 @@ RANK = (
     _gauge("moe_shared_memory_bytes", "Bytes of registered shared-memory regions."),
     _gauge("moe_device_lanes", "Callers that are attached to this rank by a device lane."),
     _counter("moe_passes_total", "Passes of device lanes that ended, by how.", "status"),
-    _gauge("moe_weights_bytes", "Bytes of prepared expert weights this rank holds."),
+    _gauge(
+        "moe_weights_bytes",
+        "Bytes of prepared expert weights this rank holds, with what it stages while experts move.",
+    ),
     _gauge("moe_device_bytes", "Bytes of this rank's device that it holds, by what they are for.", "what"),
     _gauge("moe_checkpoint_read_bytes", "Bytes this rank has read from the checkpoint."),
     _gauge("moe_shadow_bytes", "Bytes of experts it keeps in host memory, for the loss of another rank."),

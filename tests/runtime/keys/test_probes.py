@@ -69,6 +69,23 @@ def test_they_are_answered_over_tls_and_not_without(address: str, ring: Keyring)
         assert b"200" not in plain.recv(1000)
 
 
+def test_who_offers_http_2_too_is_answered_by_get(address: str, ring: Keyring) -> None:
+    """As curl and the kubelet do; gRPC's clients offer that alone."""
+    host, port = address.rsplit(":", 1)
+    context = ring.context(Shown())
+    assert context is not None
+    for offered in (["h2", "http/1.1"], ["http/1.1"], []):
+        if offered:
+            context.set_alpn_protocols(offered)
+        with (
+            socket.create_connection((host, int(port)), SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=host) as made,
+        ):
+            assert made.selected_alpn_protocol() in ("http/1.1", None)
+            made.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert made.recv(1000).split(b"\r\n")[0].split()[1] == b"200"
+
+
 def test_a_new_certificate_is_shown_without_a_restart(address: str, ring: Keyring) -> None:
     first = serial(address, ring)
     certificate, key = map(Path, ring.pair)
