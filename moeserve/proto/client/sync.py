@@ -82,8 +82,9 @@ class MoeClient:
         weights: Array,
         **options: Unpack[CallOptions],
     ) -> Array:
-        """One layer's experts, mixed: [T, H] like `hidden` (a torch tensor on the CPU, or a numpy array); with
-        `output`, or a SharedTensor as `hidden`, a numpy array (bfloat16 by ml_dtypes, else as uint16 bits).
+        """One layer's experts, mixed: [T, H] like `hidden` (a torch tensor on the CPU, or a numpy array).
+        With `output`, or a SharedTensor as `hidden`, it is a numpy array (bfloat16 by ml_dtypes where that is
+        installed, else as uint16 bits).
 
         hidden: [T, H] fp32, bf16 or fp16; experts: [T, K] int32 or int64, -1 = none; weights: [T, K], final.
         K is the model's: who has fewer fills up with -1. Raises MoeError; and TensorError, ValueError and
