@@ -114,6 +114,16 @@ def test_who_is_not_to_be_awake_never_is(clock: Clock) -> None:
         assert clock.looked == 1
 
 
+@pytest.mark.parametrize("limit", [0.5, 1.0, 2.0, 3.0, 30.0])
+@pytest.mark.parametrize("takes", [3e-4, 2e-3, 4.9e-3])
+def test_no_wait_is_longer_than_its_limit(clock: Clock, takes: float, limit: float) -> None:
+    awake = used_to(clock, takes)
+    awake.begins()
+    clock.comes, began = clock.now + 10.0, clock.now
+    assert awake.wait(clock.poll, limit) == []
+    assert clock.now - began <= limit / 1000 + 2 * WOKEN_LATER + 3 * LOOK
+
+
 def test_nothing_is_found_where_nothing_comes(clock: Clock) -> None:
     awake = used_to(clock, 3e-4)
     awake.begins()

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 
+from moeserve.proto.passes.futex import Words
 from moeserve.proto.transports import fine_poll
 from moeserve.proto.transports.fine_poll import LONGEST_MS, FinePoll
 
@@ -115,6 +116,21 @@ def test_a_signal_does_not_end_a_wait(pair: Pair) -> None:
         assert time.monotonic() - began >= 0.08 and came
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_fails_a_call_of_the_system_does_not_end_a_wait(pair: Pair) -> None:
+    """It leaves another number where libraries look for that of the call that was interrupted."""
+    memory = Words(memoryview(bytearray(8)).cast("Q"))
+    came = list[bool]()
+    before = signal.signal(signal.SIGALRM, lambda number, frame: came.append(memory.sleep(0, 1, 1.0)))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        began = time.monotonic()
+        assert FinePoll((pair[0],))(80.5) == []
+        assert time.monotonic() - began >= 0.08 and came
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_descriptor_that_is_none_is_said(pair: Pair) -> None:

@@ -308,6 +308,13 @@ def test_the_first_pass_of_a_lane_goes_over_the_layers_of_the_calls_before(
     assert len(run.layers) == LONG_STEPS and run.status is None
 
 
+def test_no_lane_is_attached_for_a_call_that_has_no_time_for_it(rank: Rank, lane: ConnectionLane) -> None:
+    for _ in range(2 * FEWEST_CALLS):
+        assert room(lane, request(timeout_ms=100)) is None and not lane.held
+    assert room(lane, request(timeout_ms=300)) is not None
+    assert room(lane, request(timeout_ms=100)) is not None, "it is there"
+
+
 def test_calls_beside_others_count_for_a_lane(
     rank: Rank, lane: ConnectionLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

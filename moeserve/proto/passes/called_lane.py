@@ -222,14 +222,15 @@ class CalledLane:
         """The pass whose next steps are of this layer at so many stages, with weights of this version, 0 for
         any. Raises MoeError; DeadlineExceeded where the one before it does not end.
         """
-        run = self._run
+        run, longer = self._run, False
         if run is not None and self._goes_on and run.status is None:
             length = len(run.layers)
             wanted = (run.layer(0), run.stages, self._demanded) == (layer, stages, version)
-            if wanted and not (self._calls % length == 0 and self._rounds.longer(length)):
+            longer = wanted and self._calls % length == 0 and self._rounds.longer(length)
+            if wanted and not longer:
                 return run
         if run is not None:
-            if self._goes_on:
+            if self._goes_on and not longer:  # else it goes on, as one of more steps
                 self._rounds.held(self._calls, len(run.layers))
             run.leave(clock.remaining if self.placed else min(clock.remaining, LEAVE_SECONDS))
         layers = self._rounds.of(layer)

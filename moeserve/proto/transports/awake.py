@@ -56,7 +56,9 @@ class Awake:
         """What a poll gives that finds something within so many milliseconds; [] where none does."""
         found = poll(0)
         if not found and self.expected <= LONGEST_SECONDS and self._awake:
-            found = self._looked(poll)
+            end = math.inf if limit is None else time.monotonic() + limit / 1000
+            found = self._looked(poll, end)
+            limit = None if limit is None else 1000 * max(0.0, end - time.monotonic())
         if not found:
             found = poll(limit)
         took = time.monotonic() - self._since
@@ -66,17 +68,17 @@ class Awake:
             self.expected += min(took - self.expected, self.expected) / 4
         return found
 
-    def _looked(self, poll: Poll) -> list[tuple[int, int]]:
-        """What was found about when it was expected. Between two looks others have their turn: a thread that
-        asks for the interpreter again at once would keep it from those who wait for it.
+    def _looked(self, poll: Poll, end: float) -> list[tuple[int, int]]:
+        """What was found about when it was expected, until `end` at most. Between two looks others have their
+        turn: a thread that asks for the interpreter again at once would keep it from those who wait for it.
         """
         expected = self.expected
         if expected > self._awake:  # what comes sooner than before wakes it, and is expected sooner at once
-            early = self._since + expected - EARLY_SECONDS - time.monotonic()
+            early = min(self._since + expected - EARLY_SECONDS, end) - time.monotonic()
             if early > 0 and (found := poll(1000 * early)):
                 return found
         now = time.monotonic()
-        until = min(self._since + expected + EARLY_SECONDS + expected / 4, now + self._awake)
+        until = min(self._since + expected + EARLY_SECONDS + expected / 4, now + self._awake, end)
         while now < until:
             if found := poll(0):
                 return found

@@ -8,8 +8,6 @@ rounded up, and ends as soon as something has come.
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import select
 import sys
 import time
@@ -37,7 +35,7 @@ class _Timespec(ctypes.Structure):
 
 def _ppoll() -> ctypes._FuncPointer | None:
     """The system's, which gives the interpreter up while it waits; None where there is none."""
-    found = getattr(ctypes.CDLL(None, use_errno=True), "ppoll", None) if sys.platform == "linux" else None
+    found = getattr(ctypes.CDLL(None), "ppoll", None) if sys.platform == "linux" else None
     if found is not None:
         found.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)
         found.restype = ctypes.c_int
@@ -70,10 +68,8 @@ class FinePoll:
         if _PPOLL is None or not milliseconds or milliseconds >= LONGEST_MS:
             return self._poll.poll(milliseconds)
         until = time.monotonic() + milliseconds / 1000
-        while (left := until - time.monotonic()) > 0:
-            self._limit.nanoseconds = int(left * 1e9)
-            if (count := _PPOLL(*self._given)) >= 0:
-                return [(one.fd, one.revents) for one in self._fds if one.revents] if count else []
-            if (code := ctypes.get_errno()) != errno.EINTR:  # else a signal came, which was seen to
-                raise OSError(code, os.strerror(code))
-        return self._poll.poll(0)
+        self._limit.nanoseconds = int(milliseconds * 1e6)
+        if (count := _PPOLL(*self._given)) >= 0:
+            return [(one.fd, one.revents) for one in self._fds if one.revents] if count else []
+        # a signal came, whose handler may have changed errno, or something is wrong: poll sees to both
+        return self._poll.poll(1000 * max(0.0, until - time.monotonic()))

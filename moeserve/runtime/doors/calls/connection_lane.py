@@ -43,6 +43,9 @@ calls, and by then it is known over which layers they go round (`Rounds`), so th
 once. Those count, too, that came while others called.
 """
 
+ATTACHED_SECONDS = 0.25
+"""That a call has to have left for which a lane is attached: on a GPU that has taken 40 ms."""
+
 ALONE_SECONDS = 0.25
 """For which no other connection of the rank has called, and no step or run has come of another lane of the
 group, when a connection's calls go over its lane.
@@ -153,7 +156,7 @@ class ConnectionLane:
         if not rows:
             return None
         self._calls += 1
-        if not alone or (line := self._line_for(rows)) is None:
+        if not alone or (line := self._line_for(rows, request.timeout_ms / 1000 or math.inf)) is None:
             now = time.monotonic()  # nearly: when it is answered, is not known here
             self._rounds.called(request.layer, now, now)
             return None
@@ -186,8 +189,8 @@ class ConnectionLane:
         alike = hidden.dtype == dtype.code and nbytes == rows * of.sizes[0] * dtype.storage.itemsize
         return rows if alike and 0 < rows <= of.rows and not of.stopping() else 0
 
-    def _line_for(self, rows: int) -> CalledLane | None:
-        """The lane, if it takes so many rows; it is attached after some calls."""
+    def _line_for(self, rows: int, seconds: float) -> CalledLane | None:
+        """The lane, if it takes so many rows; it is attached after some calls, for one that has the time."""
         line = self._line
         if line is not None and self.doubted:
             self.doubted = False
@@ -196,7 +199,9 @@ class ConnectionLane:
                 line = None
         if line is not None and self._kept(line) and rows <= line.lane.wanted.rows:
             return line
-        if self._calls < FEWEST_CALLS or not self._refusals.asks(ANY, rows, several=False):
+        if self._calls < FEWEST_CALLS or seconds < ATTACHED_SECONDS:
+            return None
+        if not self._refusals.asks(ANY, rows, several=False):
             return None
         self.close()
         self._line = self._attached(rows)

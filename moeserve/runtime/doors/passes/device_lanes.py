@@ -314,6 +314,10 @@ class DeviceLanes:
                     log.error("a device lane is kept: its pass did not end within %g s", CLOSE_SECONDS)
                 else:
                     self._forget(lane)
+        with self._lock:
+            self._lanes, self._leaving = {}, []
+            self._left.notify_all()
+        self.looking.rest()
 
     def _look(self) -> None:
         swept = time.monotonic()
