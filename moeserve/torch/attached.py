@@ -86,6 +86,7 @@ class Attached:
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
         self._stages, self._most_rows = layout.stages, layout.rows
         self._pass: Pass | None = None
+        self._closed = False
         self._pinned: Pinned | None = None  # once rows come from a GPU
         self._read: dict[int, torch.cuda.Event] = {}  # by stage: when a GPU has read its last answer
         self._calls: dict[int, _Call] = {}
@@ -119,11 +120,12 @@ class Attached:
         self._numbers += 1
         self._calls[self._numbers] = call
         try:
-            self._post(call)
+            self._post(call, time.monotonic() + self._timeout)
         except Unavailable:
             self._forget_pass()  # `wait` tries again
-        except BaseException:
+        except BaseException as failed:
             del self._calls[self._numbers]
+            self._doubt(failed)
             raise
         return self._numbers
 
@@ -139,12 +141,23 @@ class Attached:
         try:
             while call.answer is None:
                 self._try(call, until)
+        except BaseException as failed:
+            self._doubt(failed)
+            raise
         finally:
             del self._calls[number]
         return call.answer
 
+    def _doubt(self, failed: BaseException) -> None:
+        """A pass in which something else than the service failed, as by a signal, is used no more: how far it
+        is may not be known.
+        """
+        if not isinstance(failed, MoeError):
+            self._forget_pass()
+
     def close(self) -> None:
-        """Detaches the lane."""
+        """Detaches the lane; later calls raise RuntimeError."""
+        self._closed = True
         lane, self._lane = self._lane, None
         self._forget_pass()
         self._unpin()
@@ -155,7 +168,7 @@ class Attached:
         """Takes the answer of `call`, which is begun anew where its pass has ended. Raises MoeError."""
         try:
             if call.stage < 0:
-                self._post(call)
+                self._post(call, until)
             self._take(call, max(0.0, until - time.monotonic()))
         except (Unavailable, PassLate) as failed:
             changed = isinstance(failed, WeightsChanged) and call.round in self._versions
@@ -181,17 +194,18 @@ class Attached:
             self._read[stage] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._read[stage].record()
 
-    def _post(self, call: _Call) -> None:
+    def _post(self, call: _Call, until: float) -> None:
         """Brings the rows of `call` at a stage that is at its layer; in a new pass where none is."""
         lane = self._attached()
         if self._pass is None or self._pass.status is not None or self._free(call.layer) is None:
-            self._finish_others(call)
+            self._finish_others(call, until)
             self._pass = lane.begin(
                 _from(lane.layers, call.layer),
                 stages=self._stages,
                 standing=True,
                 any_weights=not self._one_version,
                 weights_version=self._versions.get(call.round, 0) if self._one_version else 0,
+                timeout=max(0.0, until - time.monotonic()),
             )
         stage = self._free(call.layer)
         assert stage is not None
@@ -224,17 +238,19 @@ class Attached:
             (at for at in range(run.stages) if not run.under_way(at) and run.layer(at) == layer), None
         )
 
-    def _finish_others(self, call: _Call) -> None:
-        """Takes the answers under way before their pass is left; what has none is begun anew."""
+    def _finish_others(self, call: _Call, until: float) -> None:
+        """Takes the answers under way before their pass is left; what has none by then is begun anew."""
         for other in self._calls.values():
             if other is not call and other.stage >= 0:
                 try:
-                    self._take(other, self._timeout)
+                    self._take(other, max(0.0, until - time.monotonic()))
                 except MoeError:
                     other.stage = -1
 
     def _attached(self) -> AttachedLane:
-        """The lane, attached anew where its rank has gone."""
+        """The lane, attached anew where its rank has gone. Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("this way to the experts was closed")
         if self._lane is not None and not self._lane.alive:
             gone, self._lane = self._lane, None
             self._forget_pass()

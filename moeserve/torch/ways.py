@@ -73,11 +73,11 @@ class Sizes:
             raise WrongRows(
                 f"layer {layer}: {what} are {_said(route)}; they must be [{hidden.shape[0]}, {width}]"
             )
-        if route.is_floating_point() != (weights is None):
-            wanted = (
-                "ids are integers" if weights is not None else "logits, given without weights, are floats"
-            )
-            raise WrongRows(f"layer {layer}: {what} are {_said(route)}; {wanted}")
+        if weights is None and not route.is_floating_point():
+            text = "logits, given without weights, are floats"
+            raise WrongRows(f"layer {layer}: {what} are {_said(route)}; {text}")
+        if weights is not None and route.dtype not in (torch.int32, torch.int64):
+            raise WrongRows(f"layer {layer}: {what} are {_said(route)}; ids are int32 or int64")
         if weights is None:
             return
         if weights.shape != route.shape or not weights.is_floating_point():

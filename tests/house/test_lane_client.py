@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from moeserve.proto.passes import called_lane
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.passes.refusals import Refusals
-from moeserve.proto.tensors import TensorError
+from moeserve.proto.tensors import Spec, TensorError
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
@@ -137,6 +138,20 @@ def test_a_caller_who_does_not_rest_has_longer_passes(
     assert len(line_of(client)._run.layers) == called_lane.LONG_STEPS
     check(client, alone, 0, 2, seed=3)
     assert ordinary.calls == 0
+
+
+def test_a_part_of_placed_rows_has_its_own_answer(client: LaneClient, alone: Alone) -> None:
+    hidden, output = client.place(0, 8, "fp32")
+    rows, experts, weights = alone.batch(8, seed=8)
+    hidden.tensor.copy_(rows)
+    width = rows.shape[1]
+    part = replace(hidden, offset=hidden.offset + 4 * 3 * width, spec=Spec(hidden.spec.dtype, (5, width)))
+    for _ in range(2):
+        reply = client.call(0, part, Choice(experts[3:], weights[3:]))
+        found, wanted = torch.from_numpy(np.asarray(reply.hidden)), alone.forward(0, rows, experts, weights)
+        torch.testing.assert_close(found, wanted[3:], **CLOSE)
+        client.call(0, hidden, Choice(experts, weights), output=output)
+        torch.testing.assert_close(output.tensor, wanted, **CLOSE)
 
 
 def test_rows_that_were_placed_in_a_lane_are_not_copied(

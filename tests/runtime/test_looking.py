@@ -187,6 +187,23 @@ def test_a_look_that_fails_ends_no_step(
     assert lanes._thread.is_alive()
 
 
+def test_steps_that_cannot_be_begun_end_no_lane(
+    lanes: DeviceLanes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = list[int]()
+
+    class Steps:
+        def begin(self) -> None:
+            begun.append(1)
+            if len(begun) == 1:
+                raise MemoryError("no room")
+
+    monkeypatch.setattr(lanes.looking, "steps", Steps())
+    wait_for(lambda: len(begun) > 3)
+    assert lanes._thread.is_alive() and caplog.text.count("could not be begun") == 1
+    assert [one.name for one in lanes.attached()] == ["one"]
+
+
 def test_once_the_lanes_thread_has_ended_nobody_looks_at_what_it_closes(
     lanes: DeviceLanes, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +214,7 @@ def test_once_the_lanes_thread_has_ended_nobody_looks_at_what_it_closes(
 
     monkeypatch.setattr(lanes.looking, "look", fail)
     lanes._thread.join(SECONDS)
-    assert not lanes._thread.is_alive()
+    assert not lanes._thread.is_alive() and not lanes.attached() and not lanes.looking._there
     lanes.looking.look_elsewhere(lambda: looked.append(list(lanes._there)) or [])  # type: ignore[func-returns-value]
     assert looked == [[]]
 

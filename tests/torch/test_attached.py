@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from checkpoints import make_checkpoint
 from houses import Alone, house_config
 
 from moeserve.proto.client import Choice, MoeClient
-from moeserve.proto.errors import InvalidArgument, MoeError, WeightsChanged
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, WeightsChanged
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.mailbox import Status
+from moeserve.proto.passes.running import Pass
+from moeserve.proto.tensors import Plain
 from moeserve.proto.transports.shared_memory import RemoteRegion
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import MoeExperts, Settings, WrongRows, connect
@@ -263,6 +266,105 @@ def test_a_reload_between_layers_is_told_where_the_caller_asks_for_one_version(p
                 found = MoeExperts(way, layer)(*batch)
                 torch.testing.assert_close(found, new.forward(layer, *batch), **CLOSE)
             way.close()
+
+
+@pytest.mark.parametrize("out_of_order", [False, True], ids=["behind the tag", "behind the announcement"])
+def test_a_call_after_one_that_a_signal_ended_has_its_own_answer(
+    house: LocalCluster, alone: Alone, monkeypatch: pytest.MonkeyPatch, out_of_order: bool
+) -> None:
+    way = opened(house, name="signal", timeout=5.0)
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    other, own = alone.batch(3, seed=1), alone.batch(3, seed=2)
+    layers[0](*other)
+    layer = 0 if out_of_order else 1
+    assert way._lane is not None
+    memory, ring = way._lane.memory, way._lane.memory.ring
+
+    def interrupted() -> None:
+        ring()
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory, "ring", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        layers[layer](*other)
+    time.sleep(0.2)  # the step of that one is answered
+    for at in (layer, 1 - layer, layer):
+        began = time.monotonic()
+        torch.testing.assert_close(layers[at](*own), alone.forward(at, *own), **CLOSE)
+        assert time.monotonic() - began < 2.0
+    way.close()
+
+
+def test_a_way_that_was_closed_answers_no_more(house: LocalCluster, alone: Alone) -> None:
+    way = opened(house, name="closed")
+    experts, batch = MoeExperts(way, 0), alone.batch(2, seed=1)
+    experts(*batch)
+    way.close()
+    with pytest.raises(RuntimeError, match="this way to the experts was closed"):
+        experts(*batch)
+    with opened_again(house, "closed") as again:
+        assert again.number == 0, "its name is free"
+
+
+def opened_again(house: LocalCluster, name: str) -> AttachedLane:
+    return AttachedLane.attach(house.address, Wanted(name, rows=4, dtype="fp32"))
+
+
+def test_no_call_waits_longer_than_its_time_for_others(
+    house: LocalCluster, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = opened(house, name="late", stages=4, timeout=1.0)
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    layers[0](*alone.batch(2, seed=1))
+    taken = list[float]()
+
+    def nothing(run: Pass, stage: int, timeout: float | None = None) -> Plain:
+        assert timeout is not None
+        taken.append(timeout)
+        time.sleep(timeout)
+        raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "nothing came")
+
+    monkeypatch.setattr(Pass, "arrived", nothing)
+    for _ in range(3):  # the other stages are before the first layer
+        layers[0].submit(*alone.batch(2, seed=1))
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        layers[0].submit(*alone.batch(2, seed=1))
+    assert len(taken) == 3 and time.monotonic() - began < 1.5
+    monkeypatch.undo()
+    batch = alone.batch(2, seed=2)
+    torch.testing.assert_close(layers[0](*batch), alone.forward(0, *batch), **CLOSE)
+    way.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16])
+def test_ids_of_other_dtypes_are_refused(way: Attached, alone: Alone, dtype: torch.dtype) -> None:
+    hidden, ids, weights = alone.batch(2, seed=1)
+    with pytest.raises(WrongRows, match="ids are int32 or int64"):
+        MoeExperts(way, 0)(hidden, ids.to(dtype), weights)
+
+
+@pytest.mark.parametrize(
+    ("layers", "values", "text"),
+    [
+        ([0, -1], {}, "layer -1 is not one of"),
+        ([1 << 64], {}, "layer 18446744073709551616 is not"),
+        ([], {}, "0 layers; a pass has 1 to"),
+        ([0], {"stages": 0}, "0 stages; a pass has at least 1"),
+        ([0], {"stages": -1}, "-1 stages"),
+        ([0], {"weights_version": -1}, "weights_version=-1 is not one of"),
+    ],
+)
+def test_what_cannot_be_said_of_a_pass_is_refused(
+    way: Attached, layers: list[int], values: dict[str, int], text: str
+) -> None:
+    assert way._lane is not None
+    with pytest.raises(InvalidArgument, match=text):
+        way._lane.begin(layers, **values)
+    for name in ("rows", "stages"):
+        with pytest.raises(ValueError, match=f"{name}=-1 must be 1 to"):
+            Wanted("x", **{name: -1})  # type: ignore[arg-type]
 
 
 def test_a_pass_that_was_never_announced_has_no_status(way: Attached) -> None:

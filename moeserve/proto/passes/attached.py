@@ -40,6 +40,9 @@ from moeserve.proto.transports.awake import MOST_AWAKE, awake_seconds
 DETACH_SECONDS = 5.0
 """For a rank to answer that a lane is detached."""
 
+WORDS, HALF_WORDS = 1 << 64, 1 << 32
+"""How many numbers a word of a mailbox can be, and a field of AttachLaneRequest."""
+
 ANY_WIRE = "auto"
 """Asks for rows in the wire that the rank's layers take."""
 
@@ -69,6 +72,9 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.spin is not None and not 0 <= self.spin <= MOST_AWAKE:  # nor where it is NaN
             raise ValueError(f"spin={self.spin} must be 0 to {MOST_AWAKE:g} seconds")
+        for name in ("rows", "stages"):
+            if not 0 <= getattr(self, name) < HALF_WORDS:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 to {HALF_WORDS - 1}")
 
 
 class Way(Protocol):
@@ -138,7 +144,6 @@ class AttachedLane:
         self.regions = made.mailbox, made.answers  # of the rank, by their whole names
         self.number = 0  # of the last pass
         self._detached = False
-        self._running: Pass | None = None
         awake = awake_seconds() if wanted.spin is None else wanted.spin
         self._expected = [Expected(awake) for _ in range(wanted.stages)]
 
@@ -183,23 +188,23 @@ class AttachedLane:
         standing: bool = False,
         any_weights: bool = False,
         weights_version: int = 0,
+        timeout: float | None = None,
     ) -> Pass:
         """Announces a pass over `layers` in this order; each of its stages goes through them by itself.
 
         standing: it goes through them again and again, without another announcement, until it is left.
         any_weights: its steps may have different versions of the weights. weights_version: the one that they
-        must have, 0 = the first one's. What is wrong is told by the first `take`. A pass that still runs is
-        left before.
+        must have, 0 = the first one's. What the rank knows to be wrong is told by the first `take`; raises
+        InvalidArgument for what no rank takes. A pass that still runs is left before, for which it waits so
+        many seconds (`Wanted.timeout` by default). Raises as `Pass.leave`.
         """
-        if not 0 < len(layers) <= m.MOST_LAYERS:
-            raise InvalidArgument(
-                "INVALID_ARGUMENT", "bad_pass", f"{len(layers)} layers; a pass has 1 to {m.MOST_LAYERS}"
-            )
-        if self._running is not None:
-            self._running.leave()
-        number = self.number = self.number % m.LAST_NUMBER + 1
+        if wrong := _wrong_pass(layers, stages, weights_version):
+            raise InvalidArgument("INVALID_ARGUMENT", "bad_pass", wrong)
+        box, last = self.memory.box, self._announced()
+        if last is not None:
+            last.leave(timeout)
+        number = self.number = box[m.ANNOUNCED] % m.LAST_NUMBER + 1
         flags = (m.STANDING if standing else 0) | (m.ANY_WEIGHTS if any_weights else 0)
-        box = self.memory.box
         box[m.STEPS], box[m.STAGES], box[m.FLAGS] = len(layers), stages, flags
         box[m.WANTED_VERSION] = weights_version
         for at, layer in enumerate(layers):
@@ -207,15 +212,23 @@ class AttachedLane:
         fence()
         box[m.ANNOUNCED] = number
         self.memory.ring()
-        announced = Announced(number, tuple(layers), stages)
-        self._running = Pass(self.memory, announced, self.wanted.timeout, self._expected)
-        return self._running
+        return self._pass(Announced(number, tuple(layers), stages))
+
+    def _pass(self, announced: Announced) -> Pass:
+        return Pass(self.memory, announced, self.wanted.timeout, self._expected)
+
+    def _announced(self) -> Pass | None:
+        """The pass that was announced last, unless it has ended. By the words that its rank reads: whoever
+        announced it may have been interrupted before it knew.
+        """
+        last = self.memory.box[m.ANNOUNCED]
+        return self._pass(Announced(last, (0,), 1)) if last and self.memory.out[m.ENDED] != last else None
 
     def rest(self, seconds: float) -> bool:
         """Leaves the pass that runs, and waits for its end so long at most. Whether it has ended: the rank
         writes no answer any more.
         """
-        run, until = self._running, time.monotonic() + seconds
+        run, until = self._announced(), time.monotonic() + seconds
         if run is None or run.status is not None:
             return True
         self.memory.give_up(run.number)
@@ -248,6 +261,17 @@ class AttachedLane:
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _wrong_pass(layers: Sequence[int], stages: int, version: int) -> str:
+    """What cannot even be said of a pass; empty: all can."""
+    if not 0 < len(layers) <= m.MOST_LAYERS:
+        return f"{len(layers)} layers; a pass has 1 to {m.MOST_LAYERS}"
+    if outside := [layer for layer in layers if not 0 <= layer < WORDS]:
+        return f"layer {outside[0]} is not one of 0 to {WORDS - 1}"
+    if not 0 < stages < WORDS:
+        return f"{stages} stages; a pass has at least 1"
+    return "" if 0 <= version < WORDS else f"weights_version={version} is not one of 0 to {WORDS - 1}"
 
 
 def _lanes_of(address: str, wanted: Wanted) -> list[moe_pb2.Lane]:

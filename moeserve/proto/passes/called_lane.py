@@ -118,7 +118,8 @@ class CalledLane:
         self.lane, self.placed = lane, placed
         self.user = threading.get_ident()  # who called last
         self.used_at = time.monotonic()
-        self.turn = threading.Lock()  # of one that is placed: a call at a time
+        # of one that is placed: a call at a time. A thread that was interrupted as it took it has it again
+        self.turn = threading.RLock()
         self._buffers = AnswerBuffers(lane.memory)
         self._stays = False  # the answer of what was posted, in its buffer
         self._rounds = Rounds() if rounds is None else rounds

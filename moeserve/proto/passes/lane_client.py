@@ -174,38 +174,44 @@ class LaneClient(MoeClient):
         """The answer; None where no lane takes the call, or gives an answer. Raises TensorError for arrays
         that lanes do not take.
         """
-        dtype, output = options.get("dtype", ""), options.get("output")
         if not self._may_take(layer, hidden, options):
             return None
+        dtype, output = options.get("dtype", ""), options.get("output")
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
         if output is not None and output.spec != rows.spec:
             return None
         if output is not None and isinstance(hidden, SharedTensor) and hidden.overlaps(output):
             return None  # the rank says so
         batch = layer, hidden, route
-        if isinstance(hidden, SharedTensor) and (line := self._placed.get(id(hidden.region))) is not None:
-            if not line.turn.acquire(timeout=clock.remaining):
-                raise clock.expired()
+        if isinstance(hidden, SharedTensor) and (line := self._placed_line(hidden)) is not None:
+            taken = False
             try:
+                taken = line.turn.acquire(timeout=clock.remaining)
+                if not taken:
+                    raise clock.expired()
                 if line.alive:
                     return self._tried_placed(line, batch, rows, options, clock)
             finally:
-                line.turn.release()
+                if taken:
+                    line.turn.release()
             for gone in self._swept():
                 gone.close(0.0)
             return None
         count = len(rows.storage) if rows.storage.ndim == 2 else 0
-        if not 0 < count <= MOST_STEPS * MOST_ROWS:
+        most = MOST_ROWS if isinstance(hidden, SharedTensor) else MOST_STEPS * MOST_ROWS
+        if not 0 < count <= most:  # more rows of the first kind are not copied by the other way
             return None
-        if count > MOST_ROWS and isinstance(hidden, SharedTensor):  # whose rows the other way does not copy
-            return None
-        found = self._line(rows, self._rank(options), clock)
-        if found is None:
+        if (found := self._line(rows, self._rank(options), clock)) is None:
             return None
         try:
             return self._tried(found, batch, rows, options, clock)
         finally:
             self._give(found, clock)
+
+    def _placed_line(self, hidden: SharedTensor) -> CalledLane | None:
+        """The lane where these rows are the first of a step; None where they lie elsewhere."""
+        line = self._placed.get(id(hidden.region))
+        return line if line and hidden.offset == line.lane.layout.columns(0)[0] else None
 
     def _rank(self, options: CallOptions) -> int | None:
         """Whose lane the call is to go to."""

@@ -142,11 +142,11 @@ class Pass:
         box[head + m.LAYER], box[head + m.STAGE], box[head + m.COUNT] = self.layer(stage), stage, count
         box[head + m.KIND], box[head + m.FILLED] = m.LOGITS if logits else m.CHOICE, not filled
         box[head + m.BUFFER] = self._buffers[stage] = buffer
+        self._rows[stage] = count
         fence()
         box[head + m.TAG] = tag_of(self.number, self._steps[stage])
         self._memory.ring()
         self._expected[stage].sent(count)
-        self._rows[stage] = count
 
     def take(self, stage: int, timeout: float | None = None, *, out: Array | None = None) -> NDArray[Any]:
         """The answer [T, H] of the stage's step, in the storage type of its dtype (bfloat16 as uint16 bits).
@@ -225,8 +225,8 @@ class Pass:
         tag, head = tag_of(self.number, self._steps[stage]), memory.layout.answer_header(stage) + m.TAG
         self._wait((head, tag), timeout, expected)
         fence()
-        self._rows[stage] = None
         self._steps[stage] += 1
+        self._rows[stage] = None
         return memory.answer(stage, rows, self._buffers[stage])
 
     def version(self, stage: int) -> int:

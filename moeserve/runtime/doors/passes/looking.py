@@ -150,7 +150,10 @@ class Looking:
             self.note_company(lanes, now)
         found = [lane for lane in stirring if self.looked(lane, now)]
         if self.steps is not None:
-            self.steps.begin()
+            try:
+                self.steps.begin()
+            except Exception:  # those steps have failed, and others are to come
+                log.exception("steps of device lanes could not be begun")
         if any(lane not in self._active for lane in found):
             self.note_company(lanes, now)
         for lane in self._leads:  # also those whose callers have not wanted a step lately

@@ -238,10 +238,10 @@ class Lane:
             self._refusals = 0
             if not self._jobs and self._generation is not None:
                 self._unserved_since = None  # nobody has waited since the group serves again
-            self._jobs.update({job.number: job for job in jobs})
-            if not self._looks:
-                self._looks = True
+            if not self._looks:  # first: the process may have no further thread
                 threading.Thread(target=self._look, name="lane-deadlines", daemon=True).start()
+                self._looks = True
+            self._jobs.update({job.number: job for job in jobs})
             self._callers += callers
             return self._generation
 
