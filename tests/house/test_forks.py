@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +15,9 @@ import pytest
 import torch
 from houses import Alone, house_config
 
-from moeserve.proto.client import AsyncMoeClient, MoeClient
+from moeserve.proto.client import AsyncMoeClient, Choice, MoeClient
 from moeserve.proto.errors import InvalidArgument, MoeError
+from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -67,6 +72,57 @@ def test_tensors_of_a_lane_are_their_makers(house: LocalCluster, alone: Alone) -
         torch.testing.assert_close(
             torch.as_tensor(found), alone.forward(0, hidden, experts, weights), rtol=1e-4, atol=1e-4
         )
+
+
+def test_a_pass_is_of_one_process(house: LocalCluster, alone: Alone) -> None:
+    hidden, ids, weights = alone.batch(4, seed=1)
+    other = alone.batch(4, seed=2)
+    wanted_lane = Wanted("forks", rows=4, dtype="fp32")
+    with AttachedLane.attach(house.address, wanted_lane) as lane, lane.begin([0, 1]) as run:
+        for act in (
+            lambda: run.post(0, other[0], Choice(*other[1:])),
+            lambda: run.send(0, 4),
+            lambda: lane.begin([0]),
+        ):
+            assert said_by_a_child(act) == "RuntimeError"
+        for layer in (0, 1):
+            run.post(0, hidden, Choice(ids, weights))
+            found = torch.from_numpy(run.take(0))
+            wanted = alone.forward(layer, hidden, ids, weights)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+CALLER_WITH_A_CHILD = """
+import os, sys, time
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+lane = AttachedLane.attach(sys.argv[1], Wanted("orphan", rows=4, dtype="fp32", rank=0))
+if os.fork():
+    print("attached", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_lane_ends_with_its_caller_though_a_child_of_it_lives(house: LocalCluster) -> None:
+    asks = [sys.executable, "-c", CALLER_WITH_A_CHILD, house.address]
+    caller = subprocess.Popen(asks, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert caller.stdout is not None
+    try:
+        assert caller.stdout.readline() == "attached\n"
+        with pytest.raises(MoeError, match="device lane named 'orphan' is attached"):
+            AttachedLane.attach(house.address, Wanted("orphan", rows=4, dtype="fp32", rank=0))
+        os.kill(caller.pid, signal.SIGKILL)
+        until = time.monotonic() + 5
+        while True:
+            try:
+                AttachedLane.attach(house.address, Wanted("orphan", rows=4, dtype="fp32", rank=0)).close()
+                break
+            except MoeError:
+                assert time.monotonic() < until, "the child keeps the lane"
+                time.sleep(0.05)
+    finally:
+        os.killpg(caller.pid, signal.SIGKILL)
+        caller.wait()
+        caller.stdout.close()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "inline"])

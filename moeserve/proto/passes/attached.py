@@ -20,6 +20,7 @@ from typing import Protocol
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.lanes import check_serving
+from moeserve.proto.client.patience import check_process
 from moeserve.proto.client.sync_link import Link
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import (
@@ -195,11 +196,12 @@ class AttachedLane:
         standing: it goes through them again and again, without another announcement, until it is left.
         any_weights: its steps may have different versions of the weights. weights_version: the one that they
         must have, 0 = the first one's. What the rank knows to be wrong is told by the first `take`; raises
-        InvalidArgument for what no rank takes. A pass that still runs is left before, for which it waits so
-        many seconds (`Wanted.timeout` by default). Raises as `Pass.leave`.
+        InvalidArgument for what no rank takes, and RuntimeError after a fork. A pass that still runs is left
+        before, for which it waits so many seconds (`Wanted.timeout` by default). Raises as `Pass.leave`.
         """
         if wrong := _wrong_pass(layers, stages, weights_version):
             raise InvalidArgument("INVALID_ARGUMENT", "bad_pass", wrong)
+        check_process(self.memory.process)
         box, last = self.memory.box, self._announced()
         if last is not None:
             last.leave(timeout)

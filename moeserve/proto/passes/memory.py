@@ -46,6 +46,11 @@ class LaneMemory:
         self._written = Words(self.box)
 
     @property
+    def process(self) -> int:
+        """That has attached the lane; a child that it forks has it mapped, too, and may not write there."""
+        return self._mailbox.process
+
+    @property
     def alive(self) -> bool:
         """Whether the rank's process keeps the lane."""
         return self._mailbox.alive and self._answers.alive

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.proto.client.batch import Choice, Logits
+from moeserve.proto.client.patience import check_process
 from moeserve.proto.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -124,8 +125,10 @@ class Pass:
 
     def room(self, stage: int, count: int) -> Room:
         """Memory for `count` rows of the stage's next step, to be filled before `send`: hidden states, and
-        ids int32 with weights float32, or logits float32. Raises TensorError for more than the lane takes.
+        ids int32 with weights float32, or logits float32. Raises TensorError for more than the lane takes,
+        and RuntimeError after a fork.
         """
+        check_process(self._memory.process)
         if self._rows[stage] is not None:
             raise ValueError(f"stage {stage} has a step under way; take its answer first")
         if count > (most := self._memory.layout.rows):
@@ -138,6 +141,7 @@ class Pass:
         """Says that the stage's rows are in their `room`: its next step may begin. filled: hidden states are,
         too; else they follow at once, and the header's FILLED says how many are there. buffer: the answer's.
         """
+        check_process(self._memory.process)
         box, head = self._memory.box, self._memory.layout.header(stage)
         box[head + m.LAYER], box[head + m.STAGE], box[head + m.COUNT] = self.layer(stage), stage, count
         box[head + m.KIND], box[head + m.FILLED] = m.LOGITS if logits else m.CHOICE, not filled

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +39,21 @@ ALIGN = 64
 SMALLEST_REGION = 1 << 16
 
 
+_open = WeakSet["RemoteRegion"]()
+
+
 def socket_address(name: str) -> str:
     """The address to give to `socket`: `@name` stands for the abstract namespace, as `ss` prints it."""
     return "\0" + name[1:] if name.startswith("@") else name
+
+
+def _forked() -> None:
+    """In a child: leases are its parent's, and would outlive it where the child does."""
+    for region in [*_open]:
+        region.close()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class RemoteRegion:
@@ -64,7 +77,8 @@ class RemoteRegion:
         self.size = len(memory)
         self._memory = memory
         self._lease = lease
-        self._process = os.getpid()
+        self.process = os.getpid()  # that has fetched it
+        _open.add(self)
 
     @classmethod
     def open(cls, made: moe_pb2.CreateRegionReply, address: str = "") -> RemoteRegion:
@@ -95,7 +109,7 @@ class RemoteRegion:
         """Whether the lane's process still keeps the region, and this process fetched it: after a fork it is
         its parent's, too.
         """
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             return False
         try:
             return self._lease.recv(1, socket.MSG_PEEK) != b""
@@ -126,7 +140,7 @@ class RemoteRegion:
         """Gives the lease back; a call that is under way over it ends, with Unavailable. After a fork the
         lease is its parent's, too, and stays.
         """
-        if self._process == os.getpid():
+        if self.process == os.getpid():
             with suppress(OSError):  # it has ended
                 self._lease.shutdown(socket.SHUT_RDWR)
 
