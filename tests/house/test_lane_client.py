@@ -295,20 +295,28 @@ def test_no_placed_answer_is_written_over_by_that_of_a_call_before(
     assert ordinary.calls == 1
 
 
-@pytest.mark.parametrize("way", ["over a lane", "in a lane", "in a region", "inline"])
+@pytest.mark.parametrize(
+    "way", ["over a lane", "beside placed rows over a lane", "in a lane", "in a region", "inline"]
+)
 def test_a_call_under_way_ends_with_its_client(house: LocalCluster, alone: Alone, way: str) -> None:
     """Whatever its rank does meanwhile."""
     kind = LaneClient if way.endswith("a lane") else MoeClient
     client = kind(house.address, timeout=60.0, lane=0)
     hidden, *route = alone.batch(4, seed=8)
     placed = (hidden, None)
+    kept = client.place(0, 4, "fp32") if way.startswith("beside") else None  # to be detached, too
     if way == "in a lane":
         placed = client.place(0, 4, "fp32")
     elif way == "in a region":
         placed = tuple(client.allocate(0, tuple(hidden.shape), "fp32") for _ in range(2))
 
+    ended = list[float]()
+
     def call() -> None:
-        client.forward(0, placed[0], *route, output=placed[1])
+        try:
+            client.forward(0, placed[0], *route, output=placed[1])
+        finally:
+            ended.append(time.monotonic())
 
     call()
     with ThreadPoolExecutor(1) as pool, stopped(house):
@@ -320,6 +328,8 @@ def test_a_call_under_way_ends_with_its_client(house: LocalCluster, alone: Alone
         with pytest.raises(MoeError, match="client_closed"):
             asked.result(30)
         assert time.monotonic() - began < 20, "without the time of the call"
+        assert ended[-1] - began < 4, "no call waits for lanes to be detached"
+    assert kept is None or not kept[0].region.alive
 
 
 def test_a_call_that_is_interrupted_takes_no_lane_with_it(

@@ -145,15 +145,15 @@ class LaneClient(MoeClient):
             left, self._idle = [*self._idle, *self._placed.values()], []
             self._placed = {}
             used = set(self._lines) - set(left)
-        for line in used if os.getpid() == self._process else ():
-            line.end()
-        self._answers.close()
-        until = time.monotonic() + DETACH_SECONDS
         try:
-            for line in left if os.getpid() == self._process else ():
-                line.close(until - time.monotonic())
+            super().close()  # first: what a lane gives up is not tried again
         finally:
-            super().close()
+            for line in [*used, *left] if (mine := os.getpid() == self._process) else ():
+                line.end()
+            self._answers.close()
+            end = time.monotonic() + DETACH_SECONDS
+            for line in left if mine else ():
+                line.close(end - time.monotonic())
 
     def _swept(self) -> list[CalledLane]:
         """Lanes whose tensors were closed; they are no more the client's."""
@@ -211,7 +211,7 @@ class LaneClient(MoeClient):
     def _placed_line(self, hidden: SharedTensor) -> CalledLane | None:
         """The lane where these rows are the first of a step; None where they lie elsewhere."""
         line = self._placed.get(id(hidden.region))
-        return line if line and hidden.offset == line.lane.layout.columns(0)[0] else None
+        return line if line and line.lane.layout.columns(0)[0] == hidden.offset else None
 
     def _rank(self, options: CallOptions) -> int | None:
         """Whose lane the call is to go to."""
