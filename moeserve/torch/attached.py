@@ -199,6 +199,7 @@ class Attached:
         lane = self._attached()
         if self._pass is None or self._pass.status is not None or self._free(call.layer) is None:
             self._finish_others(call, until)
+            self._pass = None  # it is left, also where that takes longer than there is
             self._pass = lane.begin(
                 _from(lane.layers, call.layer),
                 stages=self._stages,

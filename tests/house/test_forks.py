@@ -85,6 +85,8 @@ def test_a_pass_is_of_one_process(house: LocalCluster, alone: Alone) -> None:
             lambda: lane.begin([0]),
         ):
             assert said_by_a_child(act) == "RuntimeError"
+        for act in (run.give_up, run.leave, lambda: lane.rest(0.1), lane.close):
+            assert said_by_a_child(act) == "answered"
         for layer in (0, 1):
             run.post(0, hidden, Choice(ids, weights))
             found = torch.from_numpy(run.take(0))

@@ -28,6 +28,7 @@ from moeserve.proto.passes import called_lane
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.proto.passes.refusals import Refusals
+from moeserve.proto.passes.running import Pass
 from moeserve.proto.tensors import Spec, TensorError
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -152,6 +153,29 @@ def test_a_part_of_placed_rows_has_its_own_answer(client: LaneClient, alone: Alo
         torch.testing.assert_close(found, wanted[3:], **CLOSE)
         client.call(0, hidden, Choice(experts, weights), output=output)
         torch.testing.assert_close(output.tensor, wanted, **CLOSE)
+
+
+def test_no_handler_of_a_signal_calls_over_the_rows_of_the_call_that_it_interrupts(
+    client: LaneClient, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, output = client.place(0, 4, "fp32")
+    rows, *route = alone.batch(4, seed=8)
+    hidden.tensor.copy_(rows)
+    for _ in range(12):
+        client.forward(0, hidden, *route, output=output)
+    said, send = list[str](), Pass.send
+
+    def interrupted(run: Pass, *given: Any, **how: Any) -> None:
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="a signal's handler") as told:
+            client.forward(0, hidden, *route, output=output)
+        said.append(str(told.value))
+        send(run, *given, **how)
+
+    monkeypatch.setattr(Pass, "send", interrupted)
+    client.forward(0, hidden, *route, output=output)
+    assert len(said) == 1
+    torch.testing.assert_close(output.tensor, alone.forward(0, rows, *route), **CLOSE)
 
 
 def test_rows_that_were_placed_in_a_lane_are_not_copied(

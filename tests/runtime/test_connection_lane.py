@@ -331,6 +331,7 @@ def test_calls_beside_others_count_for_a_lane(
 def test_the_memory_of_lanes_goes_with_them_and_waits_for_no_collection(rank: Rank) -> None:
     gc.collect()
     gc.disable()
+    before = {file for file in Path("/proc/self/fd").iterdir() if of_region(file)}
     try:
         for number in range(1, 4):
             rank.own.alone._last = None
@@ -342,7 +343,7 @@ def test_the_memory_of_lanes_goes_with_them_and_waits_for_no_collection(rank: Ra
             lane.close()
         del lane, found
         rank.steps.clear()
-        until(lambda: not [file for file in Path("/proc/self/fd").iterdir() if of_region(file)])
+        until(lambda: not {file for file in Path("/proc/self/fd").iterdir() if of_region(file)} - before)
     finally:
         gc.enable()
 

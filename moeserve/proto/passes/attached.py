@@ -9,6 +9,7 @@ with lane.begin([0, 1, 2]) as run:
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ class Wanted:
             raise ValueError(f"spin={self.spin} must be 0 to {MOST_AWAKE:g} seconds")
         for name in ("rows", "stages"):
             if not 0 <= getattr(self, name) < HALF_WORDS:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 to {HALF_WORDS - 1}")
+                raise ValueError(f"{name}={getattr(self, name)} is no number of 32 bits from 0 on")
 
 
 class Way(Protocol):
@@ -231,10 +232,10 @@ class AttachedLane:
         writes no answer any more.
         """
         run, until = self._announced(), time.monotonic() + seconds
-        if run is None or run.status is not None:
+        if run is None:
             return True
-        self.memory.give_up(run.number)
-        while run.status is None and time.monotonic() < until:
+        run.give_up()
+        while run.status is None and self.memory.process == os.getpid() and time.monotonic() < until:
             time.sleep(REST_LOOK_SECONDS)
         return run.status is not None
 
@@ -247,7 +248,7 @@ class AttachedLane:
         if self._detached:
             return
         self._detached = True
-        if seconds > 0:
+        if seconds > 0 and self.memory.process == os.getpid():  # after a fork it is its parent's
             self._way.detach(self.regions[0], seconds)
 
     def close(self, seconds: float = DETACH_SECONDS) -> None:

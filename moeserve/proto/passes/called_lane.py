@@ -7,8 +7,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from moeserve.proto.client.patience import Clock
@@ -118,8 +118,8 @@ class CalledLane:
         self.lane, self.placed = lane, placed
         self.user = threading.get_ident()  # who called last
         self.used_at = time.monotonic()
-        # of one that is placed: a call at a time. A thread that was interrupted as it took it has it again
-        self.turn = threading.RLock()
+        self._turn = threading.RLock()  # a thread that was interrupted as it took it has it again
+        self._busy = False  # a call of the thread that has the turn is under way
         self._buffers = AnswerBuffers(lane.memory)
         self._stays = False  # the answer of what was posted, in its buffer
         self._rounds = Rounds() if rounds is None else rounds
@@ -141,6 +141,26 @@ class CalledLane:
                 if refused.reason != "region_limit":
                     raise
         return cls(AttachedLane.attach(address, wanted[-1]))
+
+    @contextmanager
+    def taken(self, clock: Clock) -> Iterator[None]:
+        """For a call over rows that were placed here, one at a time. Raises DeadlineExceeded where others
+        have it for as long as the call has time, and RuntimeError in a signal's handler in such a call.
+        """
+        taken = False
+        try:
+            if not (taken := self._turn.acquire(timeout=clock.remaining)):
+                raise clock.expired()
+            if self._busy:
+                raise RuntimeError("a signal's handler calls over the rows of the call that it interrupts")
+            try:
+                self._busy = True
+                yield
+            finally:
+                self._busy = False
+        finally:
+            if taken:
+                self._turn.release()
 
     def fits(self, rows: Plain, rank: int | None) -> bool:
         """Whether such rows may go over it; rank: whose lane it has to be, None for any."""
@@ -233,7 +253,7 @@ class CalledLane:
         if run is not None:
             if self._goes_on and not longer:  # else it goes on, as one of more steps
                 self._rounds.held(self._calls, len(run.layers))
-            run.leave(clock.remaining if self.placed else min(clock.remaining, LEAVE_SECONDS))
+            run.leave(self._within(clock))
         layers = self._rounds.of(layer)
         self._goes_on, self._calls, self._demanded = bool(layers), 0, version
         run = self._run = self.lane.begin(
@@ -242,8 +262,13 @@ class CalledLane:
             standing=self._goes_on,
             any_weights=True,
             weights_version=version,
+            timeout=self._within(clock),
         )
         return run
+
+    def _within(self, clock: Clock) -> float:
+        """Seconds for a pass that was left to end."""
+        return clock.remaining if self.placed else min(clock.remaining, LEAVE_SECONDS)
 
     def called(self, layer: int, at: float) -> None:
         """Notes a call that was made at this time, and is answered."""

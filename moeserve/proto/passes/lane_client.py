@@ -184,16 +184,9 @@ class LaneClient(MoeClient):
             return None  # the rank says so
         batch = layer, hidden, route
         if isinstance(hidden, SharedTensor) and (line := self._placed_line(hidden)) is not None:
-            taken = False
-            try:
-                taken = line.turn.acquire(timeout=clock.remaining)
-                if not taken:
-                    raise clock.expired()
+            with line.taken(clock):
                 if line.alive:
                     return self._tried_placed(line, batch, rows, options, clock)
-            finally:
-                if taken:
-                    line.turn.release()
             for gone in self._swept():
                 gone.close(0.0)
             return None

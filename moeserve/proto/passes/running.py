@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -256,9 +257,9 @@ class Pass:
 
     def leave(self, timeout: float | None = None) -> None:
         """Ends the pass and waits for that. Steps under way are given up. Raises DeadlineExceeded where it
-        has not ended in time, and Unavailable where the rank is gone.
+        has not ended in time, and Unavailable where the rank is gone. After a fork it does nothing.
         """
-        if self.status is None:
+        if self.status is None and self._memory.process == os.getpid():
             self.give_up()
             try:
                 self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0), ends=True)
@@ -306,8 +307,11 @@ class Pass:
         expected.came(awaited=looks > 0, slept=slept)
 
     def give_up(self) -> None:
-        """Ends the pass, and does not wait for that: an answer of a step under way may still be written."""
-        self._memory.give_up(self.number)
+        """Ends the pass, and does not wait for that: an answer of a step under way may still be written.
+        After a fork it does nothing.
+        """
+        if self._memory.process == os.getpid():
+            self._memory.give_up(self.number)
 
     def __enter__(self) -> Pass:
         return self

@@ -315,7 +315,7 @@ class DeviceLanes:
                 else:
                     self._forget(lane)
         with self._lock:
-            self._lanes, self._leaving = {}, []
+            self._lanes, self._leaving = {}, [lane for lane in left if lane.in_pass]
             self._left.notify_all()
         self.looking.rest()
 
