@@ -29,6 +29,12 @@ SET_TIMER_SLACK = 29
 log = logging.getLogger(__name__)
 
 
+class Timespec(ctypes.Structure):
+    """Linux's: a time that the system is told in nanoseconds."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
 @cache
 def host_id() -> str:
     """The id of this process and of all it can share memory with; empty where it can share with none.

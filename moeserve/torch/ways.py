@@ -73,13 +73,13 @@ class Sizes:
             raise WrongRows(
                 f"layer {layer}: {what} are {_said(route)}; they must be [{hidden.shape[0]}, {width}]"
             )
-        if weights is None and not route.is_floating_point():
-            text = "logits, given without weights, are floats"
-            raise WrongRows(f"layer {layer}: {what} are {_said(route)}; {text}")
-        if weights is not None and route.dtype not in (torch.int32, torch.int64):
-            raise WrongRows(f"layer {layer}: {what} are {_said(route)}; ids are int32 or int64")
         if weights is None:
+            if not route.is_floating_point():
+                text = "logits, given without weights, are floats"
+                raise WrongRows(f"layer {layer}: {what} are {_said(route)}; {text}")
             return
+        if route.dtype not in (torch.int32, torch.int64):
+            raise WrongRows(f"layer {layer}: {what} are {_said(route)}; ids are int32 or int64")
         if weights.shape != route.shape or not weights.is_floating_point():
             raise WrongRows(
                 f"layer {layer}: weights are {_said(weights)}; ids {list(route.shape)} need a float each"

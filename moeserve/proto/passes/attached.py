@@ -144,7 +144,6 @@ class AttachedLane:
         self.memory = LaneMemory(self.layout, made)
         self._way = way
         self.regions = made.mailbox, made.answers  # of the rank, by their whole names
-        self.number = 0  # of the last pass
         self._detached = False
         awake = awake_seconds() if wanted.spin is None else wanted.spin
         self._expected = [Expected(awake) for _ in range(wanted.stages)]
@@ -182,6 +181,11 @@ class AttachedLane:
         """Whether the rank's process keeps the lane."""
         return self.memory.alive
 
+    @property
+    def number(self) -> int:
+        """Of the pass that was announced last; 0: none was."""
+        return self.memory.box[m.ANNOUNCED]
+
     def begin(
         self,
         layers: Sequence[int],
@@ -206,7 +210,7 @@ class AttachedLane:
         box, last = self.memory.box, self._announced()
         if last is not None:
             last.leave(timeout)
-        number = self.number = box[m.ANNOUNCED] % m.LAST_NUMBER + 1
+        number = self.number % m.LAST_NUMBER + 1
         flags = (m.STANDING if standing else 0) | (m.ANY_WEIGHTS if any_weights else 0)
         box[m.STEPS], box[m.STAGES], box[m.FLAGS] = len(layers), stages, flags
         box[m.WANTED_VERSION] = weights_version
@@ -224,7 +228,7 @@ class AttachedLane:
         """The pass that was announced last, unless it has ended. By the words that its rank reads: whoever
         announced it may have been interrupted before it knew.
         """
-        last = self.memory.box[m.ANNOUNCED]
+        last = self.number
         return self._pass(Announced(last, (0,), 1)) if last and self.memory.out[m.ENDED] != last else None
 
     def rest(self, seconds: float) -> bool:

@@ -16,6 +16,8 @@ import time
 
 import numpy as np
 
+from moeserve.proto.host import Timespec
+
 _NUMBERS = {"x86_64": 202, "aarch64": 98}
 """Of the system call, by machine."""
 
@@ -37,10 +39,6 @@ if _WAKE_CALL is not None:
         *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
         *3 * (ctypes.c_void_p,),
     )
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Words:
@@ -70,7 +68,7 @@ class Words:
             return False
         upper = wanted is not None and not (seen ^ wanted) & _HALF
         whole = int(seconds)
-        limit = _Timespec(whole, int((seconds - whole) * 1e9))
+        limit = Timespec(whole, int((seconds - whole) * 1e9))
         value = ctypes.c_uint32(seen >> _BITS if upper else seen & _HALF)
         given = ctypes.c_void_p(self._place(at, upper=upper)), _WAIT, value, ctypes.byref(limit), None, 0
         return _SLEEP(_NUMBER, *given) == 0 or ctypes.get_errno() == errno.EAGAIN

@@ -142,18 +142,19 @@ class LaneClient(MoeClient):
         """
         with self._lock:
             self._closed = True
-            left, self._idle = [*self._idle, *self._placed.values()], []
-            self._placed = {}
-            used = set(self._lines) - set(left)
+            idle, self._idle = self._idle, []
+            placed, self._placed = [*self._placed.values()], {}
+            used = set(self._lines) - {*idle, *placed}
+        mine = os.getpid() == self._process
         try:
             super().close()  # first: what a lane gives up is not tried again
         finally:
-            for line in [*used, *left] if (mine := os.getpid() == self._process) else ():
+            for line in (*used, *placed) if mine else ():
                 line.end()
             self._answers.close()
-            end = time.monotonic() + DETACH_SECONDS
-            for line in left if mine else ():
-                line.close(end - time.monotonic())
+            until = time.monotonic() + DETACH_SECONDS
+            for line in (*idle, *placed) if mine else ():
+                line.close(until - time.monotonic())
 
     def _swept(self) -> list[CalledLane]:
         """Lanes whose tensors were closed; they are no more the client's."""

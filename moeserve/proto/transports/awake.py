@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from moeserve.proto.host import usable_cores
+from moeserve.proto.transports.fine_poll import Found
 
 SPARE_CORES = 4
 """From which on a waiting thread may be awake: with fewer it would take one from who computes its answer."""
@@ -30,7 +31,7 @@ MOST_AWAKE = 1.0
 LONGEST_SECONDS = 0.005
 """What takes longer is waited for asleep: to be woken takes little of it."""
 
-Poll = Callable[[float | None], list[tuple[int, int]]]
+Poll = Callable[[float | None], Found]
 """As of `FinePoll`: within milliseconds and parts of one, None: whenever; [] where nothing has come."""
 
 
@@ -52,7 +53,7 @@ class Awake:
         """The other end was told something, or given something to do."""
         self._since = time.monotonic()
 
-    def wait(self, poll: Poll, limit: float | None = None) -> list[tuple[int, int]]:
+    def wait(self, poll: Poll, limit: float | None = None) -> Found:
         """What a poll gives that finds something within so many milliseconds; [] where none does."""
         found = poll(0)
         if not found and self.expected <= LONGEST_SECONDS and self._awake:
@@ -68,7 +69,7 @@ class Awake:
             self.expected += min(took - self.expected, self.expected) / 4
         return found
 
-    def _looked(self, poll: Poll, end: float) -> list[tuple[int, int]]:
+    def _looked(self, poll: Poll, end: float) -> Found:
         """What was found about when it was expected, until `end` at most. Between two looks others have their
         turn: a thread that asks for the interpreter again at once would keep it from those who wait for it.
         """

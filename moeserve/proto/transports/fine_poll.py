@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from moeserve.proto.host import Timespec
+
 Found = list[tuple[int, int]]
 """Descriptors and their events, as of `select.poll`; [] where nothing has come."""
 
@@ -27,10 +29,6 @@ class Descriptor(Protocol):
 
 class _PollFd(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 def _ppoll() -> ctypes._FuncPointer | None:
@@ -58,7 +56,7 @@ class FinePoll:
         for number in numbers:
             self._poll.register(number, events)
         self._fds = (_PollFd * len(numbers))(*[_PollFd(number, events, 0) for number in numbers])
-        self._limit = _Timespec()
+        self._limit = Timespec()
         self._given = ctypes.byref(self._fds), len(numbers), ctypes.byref(self._limit), None
 
     def __call__(self, milliseconds: float | None) -> Found:
