@@ -36,7 +36,7 @@ MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so
 SLACK_BYTES = 64 << 20
 MOST_THREADS_MORE = 8  # pools grow to their size with the first large calls
 MOST_FILES_MORE = 8
-MOST_GPU_MIB_MORE = 64  # a graph that was not recorded before the first look, at most
+MOST_GPU_MIB_MORE = 16  # the driver maps registered regions by 2 MiB
 
 
 def grown(before: Held, now: Held) -> list[str]:
@@ -106,7 +106,7 @@ def main() -> None:
                 if not first and at >= WARM_ROUNDS and spent > args.seconds / 3:
                     first, first_on_gpus, looked = looks(pids), used_on_gpus(args.ranks), at
                 told = {"seconds": round(spent), "calls": calls, "wrong": wrong}
-                print(json.dumps(told), flush=True)
+                print(json.dumps(told | used_on_gpus(args.ranks)), flush=True)
             last, last_on_gpus = looks(pids), used_on_gpus(args.ranks)
     more = [f"{name}: {text}" for name in pids for text in grown(first[name], last[name])]
     more += [

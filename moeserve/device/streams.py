@@ -1,4 +1,5 @@
 """`raw_stream`, `CurrentStream`, `Track`: the stream on which steps are launched, for who launches many.
+`stream_for`: streams beside it.
 
 `torch.cuda.current_stream` makes an object of Python each time. Where a thread has slept before, and its
 caches are cold, that takes as long as to launch a kernel.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -35,6 +37,22 @@ class CurrentStream:
         if found is None or found[0] != which:
             found = self._found = which, torch.cuda.current_stream(index)
         return found[1]
+
+
+def stream_for(work: str, device: str | torch.device) -> torch.cuda.Stream:
+    """The stream of this process for one kind of work on a device, the same one each time; from any thread.
+
+    torch has 32 streams, which it gives out in turn. Who takes a new one each time comes to those on which
+    others wait, and torch's allocator keeps what is freed for each stream apart: up to 32 times the memory.
+    """
+    where = torch.device(device)
+    return _stream_for(work, _index(None) if where.index is None else where.index)
+
+
+@cache
+def _stream_for(work: str, index: int) -> torch.cuda.Stream:
+    made: torch.cuda.Stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    return made
 
 
 URGENT = -1

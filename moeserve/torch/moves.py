@@ -45,7 +45,7 @@ class Moves:
             rank.experts.use_weights,
             rank.experts.read,
         )
-        copier = Copier(balance.move_bytes_per_second, rank.device)
+        copier = Copier(balance.move_bytes_per_second, rank.device, "moves")
         self._mover = Mover(sources, copier, self._voted, self._corrupted)
         self._changes: deque[Change] = deque()
         self._number = 0  # of the change that is prepared now; they count on from plan to plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeserve.device.streams import CurrentStream, raw_stream
+from moeserve.device.streams import CurrentStream, raw_stream, stream_for
 
 
 class Streams:
@@ -44,6 +44,29 @@ def test_the_default_streams_of_two_devices_have_one_handle_and_are_not_one_stre
     assert current.get() == (1, 0)
     streams.handles[1] = 5
     assert current.get() == second.get() == (1, 5) and raw_stream(0) == 0
+
+
+class Made:
+    """In place of a new stream of torch: which of its 32 it is, and of which device."""
+
+    count = 0
+
+    def __init__(self, index: int) -> None:
+        self.index, self.number = index, Made.count % 32
+        Made.count += 1
+
+
+def test_work_of_one_kind_keeps_its_stream_and_meets_no_other(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Made)
+    first, second = stream_for("test: one", "cuda:0"), stream_for("test: another", "cuda:0")
+    for _ in range(40):
+        assert stream_for("test: one", torch.device("cuda", 0)) is stream_for("test: one", "cuda") is first
+    assert first.number != second.number
+    streams.device = 1
+    there = stream_for("test: one", "cuda")
+    assert (there.index, there) == (1, stream_for("test: one", "cuda:1"))
 
 
 @pytest.mark.gpu(1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.device.streams import stream_for
 from moeserve.dispatch.costs.agreement import Agreement, RankFailed
 from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec
 from moeserve.dispatch.routing import Routing
@@ -176,7 +177,7 @@ class _Recorded:
     ) -> None:
         """`dispatch` takes which of the graph's steps it is; `expected` is called before every replay."""
         self._expected = expected
-        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graph, stream = torch.cuda.CUDAGraph(), stream_for("measuring", "cuda")
         marks = [_timed_event(external=True) for _ in range(3)] if torch.version.hip is None else []
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):

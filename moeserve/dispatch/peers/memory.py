@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moeserve.device.streams import stream_for
 from moeserve.dispatch.members import Member
 
 SHARED_FOLDER = "/dev/shm"
@@ -307,7 +308,7 @@ class _Cuda:
             torch.cuda.current_stream()  # the context is there
             whole = -(-nbytes // SHARED_BYTES) * SHARED_BYTES
             self._address = self._call(driver.cuMemAlloc(whole))
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # others may wait for long
+            stream = stream_for("peer memory", device)  # others may wait for long
             self._call(driver.cuMemsetD8Async(self._address, 0, nbytes, stream.cuda_stream))
             stream.synchronize()
         self._mine = self._view(int(self._address), nbytes)

@@ -260,13 +260,13 @@ class _RankProcess:
             rank.experts.use_weights,
             rank.experts.read,
         )
-        copier = Copier(balance.move_bytes_per_second, device)
+        copier = Copier(balance.move_bytes_per_second, device, "moves")
         return Mover(sources, copier, self.member.changes.send_vote, self.member.changes.report_corruption)
 
     def _shadows_of(self, spec: RankSpec, rank: Rank, device: str) -> Shadows:
         balance = spec.config.balance
         peers = Peers(self._keys, device, balance.copy_seconds)
-        copier = Copier(balance.shadow_bytes_per_second, device)
+        copier = Copier(balance.shadow_bytes_per_second, device, "shadows")
         shadows = Shadows(spec.rank, rank.experts, peers, copier, balance.shadow_bytes)
         rank.experts.shadow, rank.experts.on_held = shadows.find, shadows.renew
         shadows.tell, self.member.on_peers = self.member.tell_shadows, shadows.meet

@@ -48,3 +48,15 @@ def test_a_larger_lane_leaves_the_rooms_that_graphs_know_and_all_take_twice_the_
     rooms.clear()
     assert rooms.nbytes == 0 and not len(rooms)
     assert rooms.of(layout(1000), 4, LOGITS).hidden.shape == (4, 64), "rows that nobody has made room for"
+
+
+@pytest.mark.gpu(1)
+def test_rooms_that_come_and_go_leave_no_more_memory_behind_than_one() -> None:
+    """A room of a lane is cleared with the last lane: callers come and go for as long as a service runs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    rooms, held = Rooms(device), []
+    for _ in range(40):
+        rooms.grow(layout(1024), 1024)
+        rooms.clear()
+        held.append(torch.cuda.memory_reserved(device))
+    assert held[-1] == held[0]

@@ -77,7 +77,9 @@ class Member:
         self._generation = MemberGeneration(rank, group)
         self.steps = MemberSteps(rank, lane, self._tell, observe)
         self.changes = MemberChanges(self._held, self.steps.drain, self._tell)
-        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._held.restore, self._tell)
+        self._restoring = Restoring(
+            lambda: Copier(0.0, rank.device, "restoring"), self._held.restore, self._tell
+        )
         self.steps.failed = self._report_failure
         self.steps.another = lambda: self._entries.another
         self._runs: GroupRuns | None = None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeserve.device.streams import stream_for
 from moeserve.dispatch.mail.kernels import CHOICE
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.runtime.rank.graphs import padded_rows
@@ -56,7 +57,7 @@ class Rooms:
         if self._device.type == "cpu":
             self._made.append(_zeros(layout, padded, self._device))
             return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # others may wait for long
+        stream = stream_for("rooms", self._device)  # others may wait for long
         with torch.cuda.stream(stream):
             made = _zeros(layout, padded, self._device)
         stream.synchronize()

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from moeserve.device.streams import stream_for
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot
 
@@ -23,17 +24,18 @@ class Abandoned(Exception):
 class Copier:
     """Copies tensors piece by piece, at most `rate` bytes a second (0: as fast as they go).
 
-    On CUDA it has a stream of its own, so that copies run on the copy engines beside a step's kernels; one
-    thread uses it.
+    On CUDA it has a stream, so that copies run on the copy engines beside a step's kernels; one thread uses
+    it.
     """
 
-    def __init__(self, rate: float, device: str) -> None:
+    def __init__(self, rate: float, device: str, work: str = "copies") -> None:
+        """work: which copiers share a stream: those of the same."""
         if rate < 0:
             raise ValueError(f"a rate of {rate} bytes a second must be 0 (unbounded) or more")
         self._rate = rate
         self._stream: torch.cuda.Stream | None = None
         if torch.device(device).type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = stream_for(work, device)
         self._free_at = 0.0
         self.abandoned = threading.Event()
 

@@ -112,7 +112,7 @@ class WeightsServer:
         try:
             self._introduced(stream.receive_first(self.hello_seconds))
             guest.known()
-            copier = Copier(0, self._device)
+            copier = Copier(0, self._device, "weights port")
             while True:
                 asked = stream.receive()
                 known_frame(Frames.TO_OWNER, asked["kind"])
