@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.lib.gpu_clocks import GpuClocks
 from bench.lib.record import Result
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.clock import Clock
@@ -25,6 +26,7 @@ from moeserve.torch.ways import Rows
 
 DEPTH = 58
 SMALL, BIG = 4, 512  # rows
+OWNER = "cuda:0"
 ATTENTION = (0.0, 300.0)  # microseconds of both
 BIG_PASSES = 4  # of the big caller alone
 AHEAD = 3  # passes of the big caller that are queued when the small one begins one
@@ -162,7 +164,8 @@ def compared(
             alone = microseconds(small, spin, passes)
             time.sleep(2 * COMPANY_SECONDS)  # until then each of its steps would be launched by itself
             other = microseconds(big, spin, BIG_PASSES)
-            beside = microseconds(small, spin, passes, Big(big, spin))
+            with GpuClocks.of(OWNER) as clocks:
+                beside = microseconds(small, spin, passes, Big(big, spin))
             with opened.quiet():
                 company = Big(big, spin)
                 quiet = microseconds(small, spin, passes, company)
@@ -171,7 +174,7 @@ def compared(
                 side.way.check()
                 right = [one.to(HOME) for one in steps[rows].right]
                 check(f"callers, {rows} rows", (0, 0), side.answers, right)
-            results.append(_told((attention, kind), alone, (beside, quiet), bigs, steps))
+            results.append(_told((attention, kind), alone, (beside, quiet), bigs, steps, clocks))
         for side in (small, big):
             side.way.close()
     return results
@@ -183,9 +186,10 @@ def _told(
     others: tuple[list[float], list[float]],
     bigs: tuple[list[float], list[float]],
     steps: dict[int, Alone],
+    clocks: GpuClocks,
 ) -> Result:
     """case: attention, and of what kind they are. others: steps beside the big caller, and those with no
-    rebalances. bigs: the big caller's alone, and beside the small one.
+    rebalances. bigs: the big caller's alone, and beside the small one. clocks: the owner's, meanwhile.
     """
     attention, kind = case
     (beside, quiet), (big_alone, big_beside) = others, bigs
@@ -207,7 +211,7 @@ def _told(
         "passes": len(beside) / DEPTH,
         "big step": steps[BIG].microseconds,
         "small step": steps[SMALL].microseconds,
-    }
+    } | clocks.told
     made = Result(
         "gpu_pass",
         f"a caller of {SMALL} rows beside one of {BIG}{kind}, attention {attention:g} us, p99 of a step",
