@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
 import ssl
@@ -358,6 +359,26 @@ def test_what_a_header_claims_takes_no_room_from_others(
     assert connection.receive().epoch == 4  # type: ignore[union-attr]
     for one in silent:
         one.close()
+
+
+def test_what_a_header_claims_takes_no_memory(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for rows nor for a message: sixteen bytes of many callers would take all that a host has."""
+    most = 64 * MOST
+    monkeypatch.setattr(there, "_terms", replace(there._terms, most_bytes=most))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    for message, data in ((most, 0), (9, most - 9)):
+        silent = [raw(there) for _ in range(3)]
+        for one in silent:
+            one.sendall(HEADER.pack(MAGIC, message, data) + bytes(10))
+        assert not until(lambda: resident() - before > most, seconds=0.3)
+        for one in silent:
+            one.close()
 
 
 def test_what_has_come_of_a_request_counts_and_what_finds_no_room_is_refused(

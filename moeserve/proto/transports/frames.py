@@ -153,9 +153,9 @@ class FrameReader:
             message = bytes(there[:size])
             there = there[size:]
         else:
-            whole = bytearray(size)
+            whole = fresh_room(size)  # which takes no memory for what is only claimed
             whole[: len(there)] = there
-            self._fill(memoryview(whole)[len(there) :], wait, took)
+            self._fill(whole[len(there) :], wait, took)
             message, there = bytes(whole), there[:0]
         if not more:
             return message, None
