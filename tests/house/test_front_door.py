@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import signal
@@ -20,7 +21,7 @@ from failures import stand_still
 from houses import Alone, request_of
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
-from moeserve.proto.client import MoeClient
+from moeserve.proto.client import AsyncMoeClient, MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -249,6 +250,40 @@ def test_a_caller_that_leaves_takes_its_calls_along(
         os.kill(house.pid(3), signal.SIGCONT)
     after = doors.front.Forward.future(request_of(0, batch)).result(SECONDS)
     torch.testing.assert_close(_hidden(after), alone.forward(0, *batch), **CLOSE)
+
+
+def test_an_asynchronous_call_that_is_cancelled_is_given_up_in_shared_memory_too(
+    house: LocalCluster, alone: Alone
+) -> None:
+    """Its stream is that of other calls, and goes on; a call that nobody waits for keeps no room."""
+    labels = 'code="CANCELLED",method="ForwardStream"'
+
+    async def main() -> None:
+        async with AsyncMoeClient(
+            house.address, timeout=SECONDS, lane=0, transport="shared_memory"
+        ) as client:
+            await client.forward(0, *alone.batch(4, seed=1))
+            before = sum(_at_lanes(house, "moe_requests_total", labels))
+            stand_still(house.pid(3))  # no step ends
+            try:
+                calls = [asyncio.create_task(client.forward(0, *alone.batch(4, seed=at))) for at in range(4)]
+                await asyncio.to_thread(
+                    _until, lambda: sum(_at_lanes(house, "moe_requests_in_flight")) >= 4, "they are not there"
+                )
+                for call in calls[:3]:
+                    call.cancel()
+                await asyncio.to_thread(
+                    _until,
+                    lambda: sum(_at_lanes(house, "moe_requests_total", labels)) >= before + 3,
+                    "the lane still waits for answers that nobody takes",
+                )
+            finally:
+                os.kill(house.pid(3), signal.SIGCONT)
+            torch.testing.assert_close(
+                await calls[3], alone.forward(0, *alone.batch(4, seed=3)), **CLOSE
+            )
+
+    asyncio.run(main())
 
 
 def test_callers_that_leave_streams_open_no_thread(doors: Doors, alone: Alone, house: LocalCluster) -> None:

@@ -235,3 +235,26 @@ def test_an_asynchronous_client_whose_loop_has_ended_gives_back_what_it_has(serv
     while service.lanes[0].regions.list():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_call_that_is_cancelled_while_it_waits_for_the_lanes_ends(monkeypatch: pytest.MonkeyPatch):
+    """Also at the very moment in which it is its turn to ask for them."""
+    client = AsyncMoeClient("127.0.0.1:1", timeout=20.0)
+
+    async def main() -> None:
+        finding, answered = client._finding, asyncio.Event()
+        await finding.acquire()
+        waits = asyncio.create_task(client._topology(client._core.clock(None)))
+        monkeypatch.setattr(client._door, "unary", lambda *given: answered.wait())
+        while not finding._waiters:
+            await asyncio.sleep(0)
+        finding.release()
+        while not finding.locked():
+            await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(waits, 2.0)
+        assert not finding.locked()
+        await client.close()
+
+    asyncio.run(main())

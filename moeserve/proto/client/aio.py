@@ -35,7 +35,8 @@ class AsyncMoeClient:
     """Calls the experts behind `address` from one event loop, that of its first call; MoeClient says what
     arguments mean.
 
-    A call that is cancelled is given up on its lane too.
+    A call that is cancelled is given up on its lane too; one whose answer goes to memory of `allocate` may
+    still write there, as `MoeClient.allocate` has it of calls that failed.
     """
 
     def __init__(
@@ -322,7 +323,8 @@ class AsyncMoeClient:
         if current is not None:
             return current
         try:
-            await asyncio.wait_for(self._finding.acquire(), clock.remaining)
+            async with asyncio.timeout(clock.remaining):  # Python 3.11's wait_for may lose a cancellation
+                await self._finding.acquire()
         except TimeoutError:
             raise clock.expired() from None
         try:

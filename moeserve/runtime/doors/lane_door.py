@@ -231,6 +231,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         # over a data connection rows come from afar, and lie in a region of its own
         transport = "inline" if method == DATA_CONNECTION else transport_of(request)
         leave: Leave = _not_held
+        started_call = Started(self.leave)
+        taken_back: Callable[[], None] = _nothing
 
         def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
             reply, code = moe_pb2.ForwardStreamReply(job_id=request.job_id), "OK"
@@ -241,6 +243,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
             seconds = time.perf_counter() - started
+            taken_back()
             leave(code)
             ended(reply)
             self._observe(method, transport, code, seconds)  # after the answer has left
@@ -275,12 +278,17 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             end(lambda: self._empty(asked))
             asked.close()
             return None
+        if method == "ForwardStream" and request.HasField("output"):
+            # a stream may carry others' calls, too: who gives one of them up lets go of where its answer goes
+            taken_back = self._regions.when_left(request.output.name, started_call.give_up)
         try:
-            return self._lane.submit(asked.batch, answer)
+            call = self._lane.submit(asked.batch, answer)
         except Exception as error:
             asked.close()
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None
+        started_call.take(call)
+        return call
 
     def leave(self, call: LaneCall) -> None:
         """The stream's caller is gone: the call ends, and with it the hold on the caller's memory."""
@@ -341,3 +349,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
 
 def _not_held(code: str) -> None:
     """Does nothing: the call's rows were not counted."""
+
+
+def _nothing() -> None:
+    """Does nothing: nobody waits for the end of a region's lease."""

@@ -74,6 +74,7 @@ class _Region:
     on_device: bool = False  # the device is this host, and the memory stays as large as it is
     views: dict[ViewsKey, tuple["_Region", object]] = field(default_factory=dict)  # see `Regions.remember`
     viewed_with: dict[str, "_Region"] = field(default_factory=dict)  # those whose `views` name this one
+    when_left: dict[object, Callable[[], object]] = field(default_factory=dict)  # see `Regions.when_left`
 
     @property
     def reached(self) -> bool:
@@ -323,12 +324,30 @@ class Regions:
 
     def lease_ended(self, name: str) -> None:
         """One lease on `name` ended; with the last one the region goes."""
+        acts: list[Callable[[], object]] = []
         with self._lock:
             region = self._regions.get(name)
             if region is not None:
                 region.leases -= 1
                 if region.leases == 0:
+                    acts = list(region.when_left.values())
                     self._forget(region)
+        for act in acts:
+            act()
+
+    def when_left(self, name: str, act: Callable[[], object]) -> Callable[[], None]:
+        """Has `act` called when the last lease on region `name` ends, from another thread; at once where there
+        is no such region any more. Returns what takes that back, to be called from any thread.
+        """
+        with self._lock:
+            region, entry = self._regions.get(name), object()
+            if region is not None:
+                acts = region.when_left
+                acts[entry] = act
+        if region is None:
+            act()
+            return _nothing
+        return lambda: _take_back(acts, entry)
 
     def sweep(self) -> None:
         """Forgets regions that were made but not fetched in time."""
@@ -385,6 +404,14 @@ class Regions:
             self._bytes -= nbytes
         else:
             registration.end(lambda: self._give_back(nbytes))
+
+
+def _nothing() -> None:
+    """Does nothing: there is nothing to take back."""
+
+
+def _take_back(acts: dict[object, Callable[[], object]], entry: object) -> None:
+    acts.pop(entry, None)
 
 
 def _forget_views(rows: _Region) -> None:
