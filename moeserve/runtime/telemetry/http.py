@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.texts import clipped
 from moeserve.proto.transports.tls import certificate_names
 from moeserve.runtime.keys.grants import NotAuthenticated, Refused
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REQUEST_SECONDS = 10.0  # within which a request has to arrive
+REQUEST_SECONDS = 10.0  # within which a request has to arrive, however often a byte of it does
+MOST_CONNECTIONS = 128  # beyond, the one that has been open for longest is closed
 
 READY = ("/readyz", "/health")
 ALIVE = "/livez"
@@ -37,6 +42,54 @@ class _Server(ThreadingMixIn, WSGIServer):
     """One thread a request, so that a slow reader holds up no probe."""
 
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, *given: Any) -> None:
+        self._late, self._mutex = DeadlineWatch(), threading.Lock()
+        self._open: dict[Any, tuple[socket.socket, object]] = {}  # the oldest first
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Has a thread take a request, which has to arrive in time."""
+        also = request.dup()  # TLS takes the socket itself along
+
+        def end() -> None:
+            with suppress(OSError):  # it has ended
+                also.shutdown(socket.SHUT_RDWR)
+
+        with self._mutex:
+            oldest = next(iter(self._open)) if len(self._open) >= MOST_CONNECTIONS else None
+            self._open[request] = also, self._late.add(time.monotonic() + REQUEST_SECONDS, end)
+        if oldest is not None:
+            log.info("more than %d connections to the exporter: the oldest is closed", MOST_CONNECTIONS)
+            self._forget(oldest)
+        super().process_request(request, client_address)
+
+    def arrived(self, request: Any) -> None:
+        """A request is there."""
+        with self._mutex:
+            _, late = self._open.get(request, (None, None))
+        self._late.remove(late)
+
+    def _forget(self, request: Any) -> None:
+        """A connection is over, or ends here."""
+        with self._mutex:
+            also, late = self._open.pop(request, (None, None))
+        self._late.remove(late)
+        if also is not None:
+            with suppress(OSError):
+                also.shutdown(socket.SHUT_RDWR)
+            also.close()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        self._forget(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Listens no more."""
+        super().server_close()
+        self._late.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says in one line how a connection ended that no request came from, such as one without TLS."""
@@ -51,6 +104,7 @@ class _Handler(WSGIRequestHandler):
 
     def setup(self) -> None:
         """Begins TLS, in the request's own thread."""
+        self._came = self.request
         context = self.keys.http_context()
         if context is not None:
             self.request.settimeout(self.timeout)
@@ -65,6 +119,7 @@ class _Handler(WSGIRequestHandler):
 
     def get_environ(self) -> dict[str, Any]:
         """The request's environment, with the names of the caller's certificate."""
+        self.server.arrived(self._came)  # type: ignore[attr-defined]
         found: dict[str, Any] = super().get_environ()
         if isinstance(self.request, ssl.SSLSocket):
             found[NAMES] = certificate_names(self.request.getpeercert())

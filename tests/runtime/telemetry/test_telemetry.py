@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -16,7 +17,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import NoPrometheus, binary
 
@@ -31,6 +32,7 @@ from moeserve.runtime.keys.sockets import CannotListen
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import Phases, StepRecord
+from moeserve.runtime.telemetry import http
 from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
 from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad
 from moeserve.runtime.telemetry.metrics import (
@@ -431,3 +433,37 @@ def test_who_sends_no_request_holds_up_no_probe() -> None:
         for one in silent:
             one.close()
         made.close()
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(http, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(http, "MOST_CONNECTIONS", 8)
+    server, thread = http.serve_http("127.0.0.1", 0, CollectorRegistry(), lambda: "")
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_an_exporter_is_reached_beside_many_that_ask_nothing(exporter: int) -> None:
+    """They keep so many threads of its process and no more: who has been there for longest goes."""
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", exporter), 5.0) for _ in range(40)]
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter}/livez", timeout=5) as answer:
+        assert answer.status == 200
+    assert threading.active_count() <= before + 8 + 2
+    silent[0].settimeout(5.0)
+    assert silent[0].recv(1) == b""
+    for one in silent:
+        one.close()
+
+
+def test_a_request_has_to_arrive_in_time_however_often_a_byte_of_it_does(exporter: int) -> None:
+    with socket.create_connection(("127.0.0.1", exporter), 5.0) as slow:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began + 5:
+                slow.sendall(b"G")
+                time.sleep(0.1)
+        assert time.monotonic() < began + 3
