@@ -279,9 +279,7 @@ def test_an_asynchronous_call_that_is_cancelled_is_given_up_in_shared_memory_too
                 )
             finally:
                 os.kill(house.pid(3), signal.SIGCONT)
-            torch.testing.assert_close(
-                await calls[3], alone.forward(0, *alone.batch(4, seed=3)), **CLOSE
-            )
+            torch.testing.assert_close(await calls[3], alone.forward(0, *alone.batch(4, seed=3)), **CLOSE)
 
     asyncio.run(main())
 

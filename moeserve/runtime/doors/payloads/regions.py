@@ -336,8 +336,8 @@ class Regions:
             act()
 
     def when_left(self, name: str, act: Callable[[], object]) -> Callable[[], None]:
-        """Has `act` called when the last lease on region `name` ends, from another thread; at once where there
-        is no such region any more. Returns what takes that back, to be called from any thread.
+        """Has `act` called when the last lease on region `name` ends, from another thread; at once where
+        there is no such region any more. Returns what takes that back, from any thread.
         """
         with self._lock:
             region, entry = self._regions.get(name), object()
