@@ -19,17 +19,20 @@ from failures import standing_still
 from houses import Alone, house_config
 from keyed import HOSTS, Keyring, code_of
 from lane_calls import in_threads, requests
+from made_certificates import replaced
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import AsyncMoeClient, Choice, Logits, MoeClient
 from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.client.sync_link import Link
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
 from moeserve.proto.tensors import encode_into, plain
 from moeserve.proto.transports import data_connections
 from moeserve.proto.transports.carried import Carried
 from moeserve.proto.transports.tls import TlsSocket
 from moeserve.runtime.keys.access import Role
+from moeserve.runtime.keys.grants import LOOK_SECONDS
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -279,6 +282,32 @@ def test_with_grants_a_connection_is_for_who_may_call(
                 ring.channel(address, other), "/moeserve.v1.LaneService/OpenDataConnection", b"", other
             )
             assert code == ("PERMISSION_DENIED" if case == "wrong role" else "UNAUTHENTICATED"), case
+
+
+def test_what_is_granted_no_more_ends_connections_and_another_token_opens_others(
+    checkpoint_path: Path, tmp_path: Path, alone: Alone
+) -> None:
+    ring, token = Keyring(tmp_path, "plain"), tmp_path / "token"
+    others = "another-token-of-callers"
+    token.write_text(ring.tokens[Role.CALL])
+    shown = Credentials(token_file=str(token))
+    with (
+        LocalCluster(house_config(checkpoint_path, **ring.settings())) as house,
+        MoeClient(house.address, timeout=SECONDS, transport="inline", credentials=shown) as client,
+    ):
+        for seed in range(4):
+            check(client, alone, 5, seed)
+        ring.write_grants(ring.tokens, f"call token {others}")
+        replaced(token, others.encode())
+        time.sleep(2 * LOOK_SECONDS)
+        ring.write_grants({Role.OBSERVE: ring.tokens[Role.OBSERVE]}, f"call token {others}")
+        time.sleep(2 * LOOK_SECONDS)
+        for seed in range(4):  # over a connection that the former token has opened, and over another one
+            check(client, alone, 5, seed)
+        ring.write_grants({Role.OBSERVE: ring.tokens[Role.OBSERVE]})
+        time.sleep(2 * LOOK_SECONDS)
+        with pytest.raises(MoeError, match="UNAUTHENTICATED"):
+            check(client, alone, 5, 1)
 
 
 async def both(client: AsyncMoeClient, alone: Alone, rows: int, seed: int, **options: int) -> None:

@@ -102,7 +102,7 @@ class Endpoint:
         self._data = DataConnections(
             host, door, regions, self._admission, self._most_bytes, lanes, self._keys, self._observe
         )
-        return self._data.offer
+        return self._data.offered
 
     def set_serving(self, *, serving: bool) -> None:
         """What health probes are told, of the whole server and of each service it answers."""

@@ -307,7 +307,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         offer = self.offer_connection
         if offer is None:
             NO_DATA_CONNECTIONS.abort(context)
-        return guarded(context, lambda: offer(context.peer()))
+        return guarded(context, lambda: offer(context))
 
     # -- shared memory
     # ----------------------------------------------------------------------------------------------

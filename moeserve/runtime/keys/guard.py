@@ -67,6 +67,20 @@ class Guard:
         of, shown = self._let_in.get(asked, (None, b""))
         return of is granted and hmac.compare_digest(shown, bearer.encode(errors="surrogatepass"))
 
+    def still(
+        self, what: str, needed: Roles | None, bearer: str | None, names: Iterable[str], peer: str
+    ) -> Callable[[], None]:
+        """What asks, of a caller that was let in, whether it would be now; as `check` raises."""
+        shown, granted = tuple(names), self.grants.version
+
+        def ask() -> None:
+            nonlocal granted
+            if (now := self.grants.version) is not granted:
+                self.check(what, needed, bearer, shown, peer)
+                granted = now
+
+        return ask
+
     def check_path(self, path: str, authorization: str, names: Iterable[str], peer: str) -> None:
         """Lets an HTTP request through. Raises NotAuthenticated or WrongRole."""
         needed = PATHS.get(path)
@@ -134,17 +148,22 @@ class RpcGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         raise AssertionError("no role allows what is not in the table")
 
     def _check(self, method: str, needed: Roles | None, context: grpc.ServicerContext) -> None:
-        bearer = None
-        for key, value in context.invocation_metadata():
-            if key == "authorization":
-                bearer = token_in(value if isinstance(value, str) else value.decode(errors="replace"))
-        names = names_of(context.auth_context()) if self._certificates else ()
         try:
-            self._guard.check(method, needed, bearer, names, host_of(context.peer()))
+            self._guard.check(method, needed, *shown_in(context, certificates=self._certificates))
         except NotAuthenticated as refused:
             _abort(context, grpc.StatusCode.UNAUTHENTICATED, "not_authenticated", refused)
         except WrongRole as refused:
             _abort(context, grpc.StatusCode.PERMISSION_DENIED, "wrong_role", refused)
+
+
+def shown_in(context: grpc.ServicerContext, *, certificates: bool) -> tuple[str | None, Iterable[str], str]:
+    """What the caller of an RPC shows: its token, the names of its certificate, and its host."""
+    bearer = None
+    for key, value in context.invocation_metadata():
+        if key == "authorization":
+            bearer = token_in(value if isinstance(value, str) else value.decode(errors="replace"))
+    names = names_of(context.auth_context()) if certificates else ()
+    return bearer, names, host_of(context.peer())
 
 
 def token_in(authorization: str) -> str | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hmac
 import socket
 import ssl
+from collections.abc import Callable
 
 import grpc
 
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.transports.tls import TlsSocket
+from moeserve.runtime.keys.access import RPCS
 from moeserve.runtime.keys.certificates import Certificates
 from moeserve.runtime.keys.grants import Grants
-from moeserve.runtime.keys.guard import Guard, RpcGuard
+from moeserve.runtime.keys.guard import Guard, RpcGuard, shown_in
 from moeserve.runtime.sections import KeysConfig
 
 Connection = socket.socket | TlsSocket
@@ -47,8 +49,17 @@ class Keys:
         """What a gRPC server asks before each call."""
         if self.guard is None:
             return ()
-        asked = self._certificates is not None and self._certificates.asks_callers
-        return (RpcGuard(self.guard, certificates=asked),)
+        return (RpcGuard(self.guard, certificates=self._asks_callers),)
+
+    def still(self, method: str, context: grpc.ServicerContext) -> Callable[[], None]:
+        """What asks, of the caller of an RPC that was let in, whether it would be now. It raises Refused."""
+        if self.guard is None:
+            return _always
+        return self.guard.still(method, RPCS[method], *shown_in(context, certificates=self._asks_callers))
+
+    @property
+    def _asks_callers(self) -> bool:
+        return self._certificates is not None and self._certificates.asks_callers
 
     def server_options(self) -> list[tuple[str, int]]:
         """How long gRPC waits for a connection's TLS, and for its first frames."""
@@ -107,6 +118,10 @@ class Keys:
     def http_context(self) -> ssl.SSLContext | None:
         """For a connection to an exporter; None where it is plain."""
         return None if self._certificates is None else self._certificates.probed()
+
+
+def _always() -> None:
+    """Refuses nobody."""
 
 
 NO_KEYS = Keys(KeysConfig(), "")

@@ -36,6 +36,7 @@ from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.payloads.wake import Wake
 from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, LaneFull
+from moeserve.runtime.keys.grants import Refused
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,14 @@ ANSWERED = 2
 
 DATA_CONNECTION = "DataConnection"
 """How metrics of requests name these calls."""
+
+
+Still = Callable[[], None]
+"""Raises Refused where a caller is not let in any more."""
+
+
+def let_in() -> None:
+    """Refuses nobody."""
 
 
 class Late(OSError):
@@ -114,7 +123,11 @@ class _Asked:
 class DataConnection:
     """One caller's connection, by the thread that runs it."""
 
-    def __init__(self, of: Terms, connection: Connection, peer: str) -> None:
+    def __init__(self, of: Terms, connection: Connection, peer: str, still: Still = let_in) -> None:
+        """still: is asked at each call. Who is let in no more has its connection closed: it may open another
+        with what is granted now.
+        """
+        self._still = still
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._of, self._connection, self.peer = of, connection, peer
@@ -179,6 +192,10 @@ class DataConnection:
         header = self._reader.header(wait)
         if header is None:
             return False
+        try:
+            self._still()
+        except Refused as refused:
+            raise ConnectionRefusedError(str(refused)) from refused
         nbytes = header[1] + header[2]
         if nbytes > self._of.most_bytes:
             most = self._of.most_bytes

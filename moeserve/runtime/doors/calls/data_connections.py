@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
+import grpc
+
 from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped
 from moeserve.proto.transports.data_connections import LET_IN, SECRET_BYTES
@@ -21,7 +23,7 @@ from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.callers import Places
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
-from moeserve.runtime.doors.calls.data_connection import DataConnection, Terms
+from moeserve.runtime.doors.calls.data_connection import DataConnection, Still, Terms, let_in
 from moeserve.runtime.doors.calls.lane_stream import Begins
 from moeserve.runtime.doors.deadlines import Observe, uncounted
 from moeserve.runtime.doors.payloads.regions import Regions
@@ -32,8 +34,10 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
 
 
-Offer = Callable[[str], moe_pb2.OpenDataConnectionReply]
-"""Takes one connection more, of the caller at a peer. Raises LaneFull."""
+Offer = Callable[[grpc.ServicerContext], moe_pb2.OpenDataConnectionReply]
+"""Takes one connection more, of the caller of an RPC. Raises LaneFull."""
+
+OPENING = "/moeserve.v1.LaneService/OpenDataConnection"
 
 
 class DataConnections:
@@ -62,23 +66,30 @@ class DataConnections:
         self._keys = keys
         listener = socket.create_server((host, 0))
         self.port: int = listener.getsockname()[1]
-        self._secrets: dict[bytes, tuple[str, float]] = {}  # of whom, and until when
+        # of whom, until when, and what asks whether it is still let in
+        self._secrets: dict[bytes, tuple[str, float, Still]] = {}
         self._there = set[DataConnection]()
         self._lock = threading.Lock()
         self._closed = False
         self._acceptor = Acceptor(listener, "data", self._serve)
         self._acceptor.start()
 
-    def offer(self, peer: str) -> moe_pb2.OpenDataConnectionReply:
-        """What the caller at `peer` needs to make one connection. Raises LaneFull."""
+    def offered(self, context: grpc.ServicerContext) -> moe_pb2.OpenDataConnectionReply:
+        """What the caller of an RPC needs to make one connection. Raises LaneFull."""
+        return self.offer(context.peer(), self._keys.still(OPENING, context))
+
+    def offer(self, peer: str, still: Still = let_in) -> moe_pb2.OpenDataConnectionReply:
+        """What the caller at `peer` needs to make one connection. still: raises Refused at a call that comes
+        when it is not let in any more. Raises LaneFull.
+        """
         now, secret = time.monotonic(), secrets.token_bytes(SECRET_BYTES)
         with self._lock:
-            for old in [old for old, (_, until) in self._secrets.items() if until < now]:
+            for old in [old for old, (_, until, _) in self._secrets.items() if until < now]:
                 del self._secrets[old]
-            there = [one.peer for one in self._there] + [whose for whose, _ in self._secrets.values()]
+            there = [one.peer for one in self._there] + [one[0] for one in self._secrets.values()]
             what = "data connections are there or to come"
             self._terms.admission.check_place(peer, Places(there), what)
-            self._secrets[secret] = peer, now + self._hello_seconds
+            self._secrets[secret] = peer, now + self._hello_seconds, still
         return moe_pb2.OpenDataConnectionReply(port=self.port, secret=secret)
 
     @property
@@ -104,27 +115,27 @@ class DataConnections:
         """Lets a caller in who has a secret, and takes its calls until it leaves."""
         try:
             with guest.connection, closing(self._keys.accept(guest.connection)) as connection:
-                peer = self._let_in(connection)
+                peer, still = self._let_in(connection)
                 guest.known()
-                self._take_calls(connection, peer)
+                self._take_calls(connection, peer, still)
         except (OSError, ValueError) as error:
             log.info("a data connection of %s ends: %s", guest.peer, clipped(str(error)))
 
-    def _let_in(self, connection: Connection) -> str:
-        """Whose connection it is. Raises OSError."""
+    def _let_in(self, connection: Connection) -> tuple[str, Still]:
+        """Whose connection it is, and what asks whether that is still let in. Raises OSError."""
         shown = received(connection, SECRET_BYTES, time.monotonic() + self._hello_seconds)
         with self._lock:  # a dict finds a secret by its hash, which does not tell how nearly one is right
-            peer, until = self._secrets.pop(shown, ("", 0.0))
+            peer, until, still = self._secrets.pop(shown, ("", 0.0, let_in))
         if until < time.monotonic():
             raise ConnectionRefusedError("it showed no secret that was given for a connection")
-        return peer
+        return peer, still
 
     @property
     def _hello_seconds(self) -> float:
         return self._terms.admission.limits.hello_seconds
 
-    def _take_calls(self, connection: Connection, peer: str) -> None:
-        made = DataConnection(self._terms, connection, peer)
+    def _take_calls(self, connection: Connection, peer: str, still: Still) -> None:
+        made = DataConnection(self._terms, connection, peer, still)
         with self._lock:
             if self._closed:
                 return
