@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from door_service import SECONDS, Service, held, silent, until
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moeserve.proto import moe_pb2
 from moeserve.runtime.doors.front_door import FrontDoor
@@ -100,3 +101,14 @@ def test_calls_of_a_stream_at_the_front_door_are_counted() -> None:
     assert door._stream_reply(request, caller).error.reason == "not_serving"  # type: ignore[arg-type]
     codes = ("OK", "NOT_FOUND", "UNAVAILABLE")
     assert observed == [("FrontForwardStream", "inline", code) for code in codes]
+
+
+def test_streams_of_reflection_that_ask_nothing_leave_it_to_others(serve: Callable[..., Service]) -> None:
+    service, ends = serve(request_seconds=0.3), threading.Event()
+    stub = reflection_pb2_grpc.ServerReflectionStub(service.channel)
+    held = [stub.ServerReflectionInfo(silent(ends)) for _ in range(8)]
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    assert next(stub.ServerReflectionInfo(iter([ask]), timeout=SECONDS)).list_services_response.service
+    for one in held:
+        assert refused(lambda one=one: next(one)) == "CANCELLED"  # type: ignore[misc]
+    ends.set()

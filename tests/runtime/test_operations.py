@@ -52,6 +52,8 @@ def test_a_reload_takes_only_what_lies_below_its_root(checkpoint: Path, tmp_path
             made.reload(moe_pb2.ReloadRequest(checkpoint=str(path)))
     with pytest.raises(BadRequest, match=r"config\.json: No such file"):
         made.reload(moe_pb2.ReloadRequest(checkpoint=str(root / "none")))
+    with pytest.raises(BadRequest, match="File name too long"):
+        made.reload(moe_pb2.ReloadRequest(checkpoint=str(root / ("a" * 300))))
 
 
 def test_a_reload_takes_another_revision_of_a_repository(

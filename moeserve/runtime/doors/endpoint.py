@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from moeserve.proto.channel import server_options
+from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.calling import Calling
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
@@ -28,6 +33,22 @@ log = logging.getLogger(__name__)
 
 REFLECTIONS = 4  # threads of reflection
 STOP_SECONDS = 5.0  # beside the grace, for calls that were cancelled to end
+
+
+class _Reflection(reflection.ReflectionServicer):  # type: ignore[misc]  # grpc has no types
+    """Ends streams that are open for long: each keeps one of few threads."""
+
+    def __init__(self, names: tuple[str, ...], seconds: float) -> None:
+        super().__init__(names)
+        self._seconds, self._late = seconds, DeadlineWatch()
+
+    def ServerReflectionInfo(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """What is served here."""
+        late = self._late.add(time.monotonic() + self._seconds, context.cancel)
+        try:
+            yield from super().ServerReflectionInfo(requests, context)
+        finally:
+            self._late.remove(late)
 
 
 class Endpoint:
@@ -62,7 +83,7 @@ class Endpoint:
         self._services = register(self._server, servicers, elsewhere, self._calling)
         self._server.add_generic_rpc_handlers((self._health_handler(),))
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        add_ServerReflectionServicer_to_server(_Reflection(names, limits.request_seconds), self._server)
         self.set_serving(serving=False)
 
     def _health_handler(self) -> grpc.GenericRpcHandler:

@@ -194,6 +194,8 @@ def _snapshot_of(path: str) -> Path:
         return located(path)
     except CheckpointError as error:
         raise BadRequest(f"checkpoint: {error}") from error
+    except OSError as error:  # a name that no file may have, or a folder that is not this user's
+        raise BadRequest(f"checkpoint: {quoted(path)}: {error.strerror}") from error
 
 
 def cached(named: str) -> str:
