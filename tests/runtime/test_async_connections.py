@@ -158,6 +158,19 @@ def test_who_waits_no_longer_has_its_call_given_up(ends: Ends) -> None:
         ended(moe_pb2.ForwardStreamReply())
 
 
+def test_a_loop_that_was_closed_within_a_call_leaves_a_connection_that_can_be_closed(ends: Ends) -> None:
+    loop = asyncio.new_event_loop()
+    one = loop.run_until_complete(ends.opened())
+    call = loop.create_task(one.ask(job("left"), 5.0))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    one.close()
+    assert one.closed and not call.done()
+    assert until(lambda: len(ends.door.left) == 1), "the lane gives the call up"
+    ends.door.reply()
+    call._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 def test_a_lane_that_goes_is_told_at_once(ends: Ends) -> None:
     async def act() -> None:
         idle, busy = await ends.opened(), await ends.opened()

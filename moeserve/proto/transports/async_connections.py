@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import cast
 
 from google.protobuf.message import DecodeError
@@ -134,8 +135,10 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
         """
         if self._process != os.getpid() or self._transport is None:
             self._gone = self._gone or "another process made it"
-        elif self._loop.is_closed():
-            self._lost("its event loop is closed")
+        elif self._loop.is_closed():  # nobody who waits can be told any more; the lane can
+            self._gone = self._gone or "its event loop is closed"
+            with suppress(OSError):  # it has ended
+                self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         elif self._loop is _running():
             self._lost("it was closed")
             self._transport.abort()
