@@ -336,18 +336,15 @@ class Regions:
             act()
 
     def when_left(self, name: str, act: Callable[[], object]) -> Callable[[], None]:
-        """Has `act` called when the last lease on region `name` ends, from another thread; at once where
-        there is no such region any more. Returns what takes that back, from any thread.
+        """Has `act` called when the last lease on region `name` ends, from another thread; never where there
+        is no such region any more. Returns what takes that back, from any thread.
         """
         with self._lock:
             region, entry = self._regions.get(name), object()
             if region is not None:
                 acts = region.when_left
                 acts[entry] = act
-        if region is None:
-            act()
-            return _nothing
-        return lambda: _take_back(acts, entry)
+        return _nothing if region is None else lambda: _take_back(acts, entry)
 
     def sweep(self) -> None:
         """Forgets regions that were made but not fetched in time."""
