@@ -4,6 +4,7 @@ at start.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -137,7 +138,8 @@ class Config:
         check_cover(self.balance, self.parallel.mesh)
         check_spares(self.cluster)
         check_spin(self.passes)
-        check_ports(self.server, self.parallel.mesh.ranks)
+        room = max(self.members.max_lanes, self.members.max_owners)
+        check_ports(self.server, max(self.parallel.mesh.ranks, room))
         check_load_as(self.model.load_as)
         check_keys(self.keys, self.server.host)
         return self
@@ -173,7 +175,10 @@ def _value(hint: Any, value: Any, key: str) -> Any:
             return tuple(value)
         raise ConfigError(f"{key} must be a list of integers, not {value!r}")
     if hint is float and type(value) is int:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
     if type(value) is not hint:
         raise ConfigError(f"{key} must be {hint.__name__}, not {value!r}")
     return value

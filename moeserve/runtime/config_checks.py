@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from moeserve.checkpoints.load_as import scheme_to_load_as
+from moeserve.proto.timeouts import LONGEST_SECONDS
 from moeserve.proto.transports.awake import MOST_AWAKE
 from moeserve.quant.formats import BF16
 from moeserve.runtime.mesh import Mesh
@@ -26,6 +27,9 @@ from moeserve.runtime.sections import (
 )
 
 LAST_PORT = 65535
+
+MOST_NUMBER = (1 << 63) - 1  # of any other key
+MOST_MESSAGE_BYTES = (1 << 31) - 1  # gRPC's settings are 32 bits
 
 CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
@@ -68,15 +72,20 @@ POSITIVE = frozenset(
 
 
 def check_numbers(table: str, values: Any) -> None:
-    """Raises ConfigError for a number of `table` that is infinite, not a number, negative, or 0 where a
-    positive one is needed. Ports are checked apart.
+    """Raises ConfigError for a number of `table` that is infinite, not a number, negative, 0 where a positive
+    one is needed, or more than what it is handed to takes. Ports are checked apart.
     """
     for name in (each.name for each in fields(values)):
         key, value = f"{table}.{name}", getattr(values, name)
         if not isinstance(value, int | float) or key in CHECKED_APART:
             continue
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key} = {value} must be a finite number")
+        if name.endswith("_seconds") and value > LONGEST_SECONDS:
+            raise ConfigError(f"{key} = {value:g} must be {LONGEST_SECONDS:g} (about 23 days) or less")
+        most = MOST_MESSAGE_BYTES if key == "server.max_message_bytes" else MOST_NUMBER
+        if isinstance(value, int) and value > most:
+            raise ConfigError(f"{key} = {value} must be {most} or less")
         if key in POSITIVE and value <= 0:
             raise ConfigError(f"{key} = {value} must be positive")
         if value < 0:
@@ -168,7 +177,9 @@ def check_spares(cluster: ClusterConfig) -> None:
 
 
 def check_ports(server: ServerConfig, ranks: int) -> None:
-    """gRPC takes a port over 65535 modulo 65536, and would listen at another one than was said."""
+    """gRPC takes a port over 65535 modulo 65536, and would listen at another one than was said. ranks: with
+    those that there is room for.
+    """
     port, first = server.port, server.metrics_port
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"server.port = {port} must be 0 (any free one) to {LAST_PORT}")
@@ -182,6 +193,16 @@ def check_ports(server: ServerConfig, ranks: int) -> None:
             f"server.metrics_port = {first} must be -1 (none), 0 (any free ones), or leave room up to "
             f"{LAST_PORT} for one port of the head and one of each of {ranks} ranks"
         )
+    for name in ("port", "health_port"):
+        taken = getattr(server, name)
+        if 0 < first <= taken <= last:
+            whose = "the head's" if taken == first else f"rank {taken - first - 1}'s"
+            raise ConfigError(
+                f"server.{name} = {taken} is {whose} port for metrics: server.metrics_port = {first} takes "
+                f"{first} to {last}, one for the head and each of {ranks} ranks"
+            )
+    if port and port == server.health_port:
+        raise ConfigError(f"server.health_port = {port} is server.port; give it another one, or 0 for any free")
 
 
 def check_load_as(load_as: str) -> None:

@@ -100,6 +100,23 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
         ({"server.port": -1}, "server.port = -1 must be 0"),
         ({"server.metrics_port": -2}, "server.metrics_port = -2 must be -1"),
         ({"server.metrics_port": 65535}, "server.metrics_port = 65535 must be .* leave room up to 65535"),
+        (
+            {"server.metrics_port": 65533, "members.max_lanes": 4},
+            "server.metrics_port = 65533 must be .* leave room up to 65535 .* each of 4 ranks",
+        ),
+        (
+            {"server.port": 9401, "parallel.data_parallel_size": 2},
+            "server.port = 9401 is rank 0's port for metrics: server.metrics_port = 9400 takes 9400 to 9402",
+        ),
+        ({"server.health_port": 9400}, "server.health_port = 9400 is the head's port for metrics"),
+        ({"server.health_port": 50051}, "server.health_port = 50051 is server.port"),
+        (
+            {"server.connection_rest_seconds": 1e9},
+            "server.connection_rest_seconds = 1e.09 must be 2e.06 .* or less",
+        ),
+        ({"cluster.connect_seconds": 10**400}, "cluster.connect_seconds = inf must be a finite number"),
+        ({"server.max_message_bytes": 4 << 30}, "server.max_message_bytes = 4294967296 must be 2147483647 or"),
+        ({"server.max_held_bytes": 10**400}, "server.max_held_bytes = 10*.* must be"),
         ({"plan.measure": "often"}, "plan.measure = 'often'; known: auto, always, never"),
         ({"parallel.tensor_parallel_size": 0}, "must be at least 1"),
         ({"members.max_lanes": -1}, "members.max_lanes = -1 must not be negative"),

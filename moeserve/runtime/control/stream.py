@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _LIMIT = 1 << 26  # a placement of 58 layers x 1024 slots is 0.5 MB
 _MOVED = encoded({"kind": "moved"})  # the last frame that comes over the socket
+MOST_KEEPALIVE = 32767  # seconds that Linux takes for TCP_KEEPIDLE and TCP_KEEPINTVL
 HELLO_BYTES = 1 << 18  # of the first message, whose sender has yet to show the token; 58 layers take 10 KB
 
 
@@ -93,7 +94,7 @@ class Stream:
 
         A host answers for a process that is stopped, and for one that says nothing.
         """
-        every = max(1, int(seconds / 4))
+        every = min(max(1, int(seconds / 4)), MOST_KEEPALIVE)
         for option, value in (
             (socket.TCP_KEEPIDLE, every),
             (socket.TCP_KEEPINTVL, every),
