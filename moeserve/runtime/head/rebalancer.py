@@ -147,7 +147,9 @@ class Rebalancer:
         self._stopping.set()
 
     def age(self) -> float:
-        """Seconds since a cycle completed, or since the start."""
+        """Seconds since a cycle completed, a change of one, or of a reload, was committed, or the group first
+        served.
+        """
         return time.monotonic() - self._completed_at
 
     def plan(self, policy: Policy | None = None, max_moves: int | None = None) -> RebalancePlan:
@@ -253,6 +255,7 @@ class Rebalancer:
 
     def _run(self) -> None:
         while self._home is None and not self._stopping.wait(FIRST_LOOK_SECONDS):
+            self._completed_at = time.monotonic()
             if self._coordinator.progress().state == "serving":
                 self._home = self._coordinator.epoch.placement
         while not self._stopping.wait(self._settings.interval_seconds):
@@ -322,6 +325,7 @@ class Rebalancer:
                     name = "abandoned"
                     break
                 name = "moved"
+                self._completed_at = time.monotonic()  # it goes on: a reload may take many intervals
                 epochs += 1
                 moves += len(outcome.staged)
                 nbytes += sum(one.nbytes for one in outcome.staged)

@@ -29,7 +29,7 @@ from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.durations import Duration, Durations
 from moeserve.runtime.telemetry.http import serve_http
-from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric
+from moeserve.runtime.telemetry.metrics import DIRECTIONS, FAILURES, PHASES, PROCESS, RANK, Metric
 
 
 class Telemetry:
@@ -54,10 +54,16 @@ class Telemetry:
         self._gauge("moe_build_info", version=version).set(1)
 
     def request(self, method: str, transport: str, code: str, seconds: float) -> None:
-        """One call ended. `code` is a gRPC status code's name, `transport` a payload transport's."""
+        """One call ended. `code` is a gRPC status code's name, `transport` a payload transport's.
+
+        From the first call of a method on each of `FAILURES` is counted from 0: Prometheus sees no increase
+        in a counter that begins with what a burst of them came to.
+        """
         kind = method, transport, code
         bound = self._requests.get(kind)
         if bound is None:  # to find children by their labels takes longer than to count
+            for failure in FAILURES:
+                self._counter("moe_requests_total", method=method, transport=transport, code=failure)
             bound = self._requests[kind] = (
                 self._counter("moe_requests_total", method=method, transport=transport, code=code),
                 self._histogram("moe_request_duration_seconds", method=method, transport=transport),

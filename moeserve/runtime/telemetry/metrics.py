@@ -30,6 +30,9 @@ STATES = ("forming", "preparing", "joining", "serving", "failed", "stopped")
 PHASES = ("wait", "dispatch", "compute", "combine", "launch", "reply")
 """The phases of a step, and beside them what the host does for it: it launches it, and answers callers."""
 
+FAILURES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN")
+"""Codes of calls that fail for the service's part, as the alert MoeserveErrors takes them."""
+
 DIRECTIONS = ("dispatch", "combine")
 """The directions of bytes on the wire."""
 

@@ -37,6 +37,7 @@ from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_
 from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad
 from moeserve.runtime.telemetry.metrics import (
     COORDINATOR,
+    FAILURES,
     METRICS,
     PLACES,
     PROCESS,
@@ -420,6 +421,14 @@ def test_probes_say_whether_layers_can_be_served() -> None:
         assert probed(port, "/")[0] == probed(port, "/metric")[0] == 404
     finally:
         made.close()
+
+
+def test_the_first_burst_of_failures_is_an_increase() -> None:
+    telemetry = RankTelemetry("m", 0, "1", {})
+    telemetry.request("Forward", "inline", "OK", 1e-3)
+    seen = samples(scrape(telemetry))
+    for code in FAILURES:
+        assert seen[at("moe_requests_total", rank="0", method="Forward", transport="inline", code=code)] == 0
 
 
 def test_who_sends_no_request_holds_up_no_probe() -> None:
