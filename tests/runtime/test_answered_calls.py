@@ -81,7 +81,8 @@ class Ranked:
         self.began: list[str] = []  # the threads that calls began in
         reader: Any = Reader(Payloads(regions))
         self.regions = regions
-        self.door = LaneDoor(reader, self.lane, regions, lambda: 1, lambda *observed: None)
+        self.counted: list[tuple[object, ...]] = []  # calls that ended, as metrics count them
+        self.door = LaneDoor(reader, self.lane, regions, lambda: 1, lambda *seen: self.counted.append(seen))
 
     def announce(self, job: Announcement) -> None:
         self.began.append(threading.current_thread().name)
@@ -299,6 +300,9 @@ def test_packets_of_a_lease_do_not_gather_while_its_call_waits_to_begin(ranked: 
     finally:
         go.set()
     told = replied(replies, 101)
+    refused = [seen[:3] for seen in ranked.counted if seen[2] != "CANCELLED"]
+    assert refused.count(("RegionCall", "shared_memory", "INVALID_ARGUMENT")) == 1
+    assert refused.count(("RegionCall", "shared_memory", "RESOURCE_EXHAUSTED")) == 99
     reasons = [reply.error.reason for reply in told]
     assert reasons[:99] == ["overloaded"] * 99 and reasons[100:] == ["caller_left"]
     assert told[0].error.pushback_ms > 0 and told[99].error.code == 3

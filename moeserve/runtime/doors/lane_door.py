@@ -81,7 +81,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._observe = observe
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         self.offer_connection: Offer | None = None  # for calls past gRPC; None: none is taken
-        self.leases = LeaseCalls(self)
+        self.leases = LeaseCalls(self, observe)
         regions.take_call = self.leases.take_packet
 
     @property

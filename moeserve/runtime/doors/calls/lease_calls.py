@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,11 +11,15 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
 from moeserve.runtime.doors.calls.lane_stream import Begins, Started
+from moeserve.runtime.doors.deadlines import Observe, uncounted
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.errors import LaneFull, pushback
 
 log = logging.getLogger(__name__)
+
+REGION_CALL = "RegionCall"
+"""How metrics of requests name these calls."""
 
 
 class BeginsAside(Begins, Protocol):
@@ -27,8 +32,9 @@ class BeginsAside(Begins, Protocol):
 class LeaseCalls:
     """Those of one door. A lease has one call under way."""
 
-    def __init__(self, door: BeginsAside) -> None:
-        self._door = door
+    def __init__(self, door: BeginsAside, observe: Observe = uncounted) -> None:
+        """observe: is told of calls that are refused here, before their door sees them."""
+        self._door, self._observe = door, observe
         self._leases: dict[Callable[[bytes], None], Started] = {}  # the call under way of each, by its answer
 
     def take_packet(
@@ -41,7 +47,7 @@ class LeaseCalls:
         is given up; where that does not end at once, the packet is refused. Returns what gives up the call
         that is under way then.
         """
-        request, wrong = moe_pb2.ForwardRequest(), ""
+        began, request, wrong = time.perf_counter(), moe_pb2.ForwardRequest(), ""
         try:
             request.MergeFromString(packet)
         except DecodeError:
@@ -54,8 +60,10 @@ class LeaseCalls:
             earlier = self._leases.get(answer)
         refused = BadRequest(wrong) if wrong else None if earlier is None else _one_call()
         if refused is not None:
-            failed = status_of(refused).as_message()
-            answer(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed).SerializeToString())
+            status = status_of(refused)
+            self._observe(REGION_CALL, "shared_memory", status.code, time.perf_counter() - began)
+            reply = moe_pb2.ForwardStreamReply(job_id=request.job_id, error=status.as_message())
+            answer(reply.SerializeToString())
             return _nothing if earlier is None else earlier.give_up
         started = self._leases[answer] = Started(self._door.leave)
 
@@ -65,7 +73,7 @@ class LeaseCalls:
 
         def begin() -> None:
             try:
-                started.take(self._door.begin(request, ended, peer, "RegionCall"))
+                started.take(self._door.begin(request, ended, peer, REGION_CALL))
             except BaseException:
                 self._leases.pop(answer, None)
                 log.exception("a call over a region's lease could not be begun")
