@@ -28,8 +28,9 @@ from moeserve.runtime.sections import (
 
 LAST_PORT = 65535
 
-MOST_NUMBER = (1 << 63) - 1  # of any other key
-MOST_MESSAGE_BYTES = (1 << 31) - 1  # gRPC's settings are 32 bits
+MOST_NUMBER = (1 << 63) - 1
+MOST = dict.fromkeys(("server.max_message_bytes", "step.lane_rows"), (1 << 31) - 1)
+"""Most of keys that gRPC, or a message of the contract, holds in 32 bits."""
 
 CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
@@ -83,8 +84,7 @@ def check_numbers(table: str, values: Any) -> None:
             raise ConfigError(f"{key} = {value} must be a finite number")
         if name.endswith("_seconds") and value > LONGEST_SECONDS:
             raise ConfigError(f"{key} = {value:g} must be {LONGEST_SECONDS:g} (about 23 days) or less")
-        most = MOST_MESSAGE_BYTES if key == "server.max_message_bytes" else MOST_NUMBER
-        if isinstance(value, int) and value > most:
+        if isinstance(value, int) and value > (most := MOST.get(key, MOST_NUMBER)):
             raise ConfigError(f"{key} = {value} must be {most} or less")
         if key in POSITIVE and value <= 0:
             raise ConfigError(f"{key} = {value} must be positive")

@@ -123,3 +123,10 @@ def test_lanes_that_are_away_take_no_calls(coordinator: Coordinator, front: Fron
     topology = front.GetTopology(moe_pb2.GetTopologyRequest(), None)  # type: ignore[arg-type]
     assert [lane.rank for lane in topology.lanes] == [5] and not topology.serving
     only.stream.close()
+
+
+def test_status_says_that_the_service_stops(coordinator: Coordinator, front: FrontDoor) -> None:
+    context: Any = None
+    coordinator.draining = "the service is stopping"
+    assert front.GetTopology(moe_pb2.GetTopologyRequest(), context).reason == "the service is stopping"
+    assert front.GetStatus(moe_pb2.GetStatusRequest(), context).reason == "the service is stopping"

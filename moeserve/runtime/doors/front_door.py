@@ -258,7 +258,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         ]
         return moe_pb2.GetStatusReply(
             state=progress.state,
-            reason=progress.reason,
+            reason=self._coordinator.draining or progress.reason,
             generation=progress.generation,
             epoch=epoch.number,
             steps=progress.steps,

@@ -126,3 +126,21 @@ def test_without_the_key_nothing_is_mended() -> None:
     assert made.interval == 0.0
     assert rebalancer(group, policy="incremental").look().outcome == "idle"
     assert group.epoch.placement == before
+
+
+def test_a_reload_that_goes_on_is_no_rebalancing_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layers it has: each is within balance.prepare_timeout_seconds."""
+    now, ages = [0.0], list[float]()
+    monkeypatch.setattr("moeserve.runtime.head.rebalancer.time.monotonic", lambda: now[0])
+    group = Group(Epoch.first(Mesh(4, 1, 4), LAYERS, EXPERTS))
+    made, change = rebalancer(group), group.change
+
+    def slow(wanted: Change, timeout: float) -> Outcome:
+        now[0] += 50.0
+        ages.append(made.age())
+        return change(wanted, timeout)
+
+    monkeypatch.setattr(group, "change", slow)
+    monkeypatch.setattr(group, "generation", 1, raising=False)
+    assert made.reload("/other").outcome == "reloaded"
+    assert ages == [50.0] * LAYERS and made.age() == 0.0
