@@ -202,7 +202,9 @@ def check_ports(server: ServerConfig, ranks: int) -> None:
                 f"{first} to {last}, one for the head and each of {ranks} ranks"
             )
     if port and port == server.health_port:
-        raise ConfigError(f"server.health_port = {port} is server.port; give it another one, or 0 for any free")
+        raise ConfigError(
+            f"server.health_port = {port} is server.port; give it another one, or 0 for any free"
+        )
 
 
 def check_load_as(load_as: str) -> None:

@@ -115,7 +115,10 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
             "server.connection_rest_seconds = 1e.09 must be 2e.06 .* or less",
         ),
         ({"cluster.connect_seconds": 10**400}, "cluster.connect_seconds = inf must be a finite number"),
-        ({"server.max_message_bytes": 4 << 30}, "server.max_message_bytes = 4294967296 must be 2147483647 or"),
+        (
+            {"server.max_message_bytes": 4 << 30},
+            "server.max_message_bytes = 4294967296 must be 2147483647 or",
+        ),
         ({"step.lane_rows": 1 << 32}, "step.lane_rows = 4294967296 must be 2147483647 or less"),
         ({"server.max_held_bytes": 10**400}, "server.max_held_bytes = 10*.* must be"),
         ({"plan.measure": "often"}, "plan.measure = 'often'; known: auto, always, never"),
