@@ -117,8 +117,8 @@ def test_two_threads_are_never_at_a_look_together(lanes: DeviceLanes, seen: Seen
 def test_between_two_looks_it_waits_as_the_other_thread_does(
     lanes: DeviceLanes, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LONGEST_LOOK", 1.0)
-    lanes.looking._look = lambda *given, **named: (seen.by.append(-1), (1.0, None))[1]  # type: ignore[method-assign]
+    monkeypatch.setattr(module, "LONGEST_LOOK", 10.0)
+    lanes.looking._look = lambda *given, **named: (seen.by.append(-1), (10.0, None))[1]  # type: ignore[method-assign]
     look_for(lanes, 0.05)
     count = len(seen.by)
     look_for(lanes, 0.05)
