@@ -170,6 +170,20 @@ def test_dispatchers_of_that_name_are_known(name: str) -> None:
         ({"VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD": "1"}, "mxfp8", {"model.load_as": "bf16"}),
         ({"VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD": "1"}, None, {}),
         ({"VLLM_MOE_DP_CHUNK_SIZE": ""}, None, {}),
+        # vLLM insists on a kernel only where both of a pair are on, one of them by its default
+        ({"VLLM_ROCM_USE_AITER": "1"}, "bf16", {"plan.kernel": "aiter"}),
+        ({"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MOE": "0"}, "bf16", {}),
+        ({"VLLM_ROCM_USE_AITER_MOE": "1"}, "bf16", {}),
+        ({"VLLM_USE_DEEP_GEMM": "1"}, "fp8_block128 x fp8_group128", {"plan.kernel": "deep_gemm"}),
+        ({"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "0"}, "fp8_block128 x fp8_group128", {}),
+        ({"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "1"}, "fp8_block128 x fp8_group128", {}),
+        # and this one says which kernel the others mean
+        ({"VLLM_FLASHINFER_MOE_BACKEND": "throughput"}, "bf16", {}),
+        (
+            {"VLLM_USE_FLASHINFER_MOE_FP16": "1", "VLLM_FLASHINFER_MOE_BACKEND": "throughput"},
+            "bf16",
+            {"plan.kernel": "flashinfer_cutlass"},
+        ),
         ({"PATH": "moe", "VLLM_LOGGING_LEVEL": "DEBUG"}, None, {}),
     ],
 )

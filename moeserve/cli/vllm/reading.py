@@ -72,7 +72,7 @@ def read(environ: Mapping[str, str], backend: str, stored: Scheme | None) -> lis
     take, and for an unknown backend.
     """
     findings = [
-        _switch(SWITCHES[name], value, stored)
+        _switch(SWITCHES[name], value, stored, environ)
         for name, value in sorted(environ.items())
         if name in SWITCHES and value
     ]
@@ -180,12 +180,18 @@ def _plain(stored: Scheme) -> bool:
     return stored.activations in FLOATS.values()
 
 
-def _switch(switch: Switch, value: str, stored: Scheme | None) -> VllmSetting:
+def _switch(switch: Switch, value: str, stored: Scheme | None, environ: Mapping[str, str]) -> VllmSetting:
     said = f"{switch.name}={value}"
     here = _answer(switch, value)
     if stored is not None and switch.families != EVERY and family_of(stored) not in switch.families:
         return VllmSetting(said, why=f"it says nothing about {_kind(stored)} experts")
     if here.backend:
+        if switch.chooses:
+            return VllmSetting(said, why=_chosen(switch, here.backend, environ))
+        if switch.beside and not _is_on(SWITCHES[switch.beside], environ):
+            return VllmSetting(said, why=f"nothing to do: {switch.beside} is off")
+        if word := environ.get(switch.chosen_by, ""):
+            here = _answer(SWITCHES[switch.chosen_by], word)
         keys, why = of_backend(here.backend, stored)
         return VllmSetting(said, keys, f"as --moe-backend {here.backend}: {why}")
     if DISPATCHER in here.keys.values():
@@ -195,6 +201,18 @@ def _switch(switch: Switch, value: str, stored: Scheme | None) -> VllmSetting:
         return VllmSetting(said, why=f"for {kinds} experts {shown(here)}")
     keys = {key: _number(said, value) if given == GIVEN else given for key, given in here.keys.items()}
     return _with_weights(VllmSetting(said, keys, here.why), stored)
+
+
+def _is_on(switch: Switch, environ: Mapping[str, str]) -> bool:
+    return (environ.get(switch.name) or switch.default).lower() in ON
+
+
+def _chosen(switch: Switch, backend: str, environ: Mapping[str, str]) -> str:
+    """Which switches mean `backend` by this one, that only chooses for those that are on."""
+    on = [one.name for one in SWITCHES.values() if one.chosen_by == switch.name and _is_on(one, environ)]
+    if not on:
+        return f"nothing to do: it is the kernel of switches that are off; on, they are as {backend}"
+    return f"{', '.join(on)}: as --moe-backend {backend}"
 
 
 def _answer(switch: Switch, value: str) -> Here:

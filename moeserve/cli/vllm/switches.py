@@ -40,6 +40,9 @@ class Switch:
     does: str  # there
     answers: Mapping[str, Here]  # by value: `1` and `0` for a flag, its words, or `ANY`
     families: frozenset[VllmFamily] = frozenset(VllmFamily)  # the experts that it concerns
+    beside: str = ""  # the switch that must be on as well, by its default where it is not set
+    chosen_by: str = ""  # the switch that says which backend this one means, where that is set
+    chooses: bool = False  # what it names counts only where a switch that is `chosen_by` it is on
 
     @property
     def flag(self) -> bool:
@@ -71,6 +74,7 @@ DEEP_GEMM = (
         "lets DeepGEMM compute experts and linear layers",
         _flag(Here(backend="deep_gemm"), ABSENT),
         _of(VllmFamily.FP8, VllmFamily.MXFP8, VllmFamily.MXFP4),
+        beside="VLLM_MOE_USE_DEEP_GEMM",
     ),
     Switch(
         "VLLM_MOE_USE_DEEP_GEMM",
@@ -78,6 +82,7 @@ DEEP_GEMM = (
         "lets DeepGEMM compute experts of FP8 blocks; 0 takes it off the list, 1 insists on it",
         _flag(Here(backend="deep_gemm"), ABSENT),
         _of(VllmFamily.FP8, VllmFamily.MXFP8, VllmFamily.MXFP4),
+        beside="VLLM_USE_DEEP_GEMM",
     ),
     Switch(
         "VLLM_USE_DEEP_GEMM_E8M0",
@@ -103,6 +108,7 @@ FLASHINFER = (
             f"insists on FlashInfer for {kind.value} experts",
             _flag(Here(backend="flashinfer_trtllm"), ABSENT),
             _of(kind),
+            chosen_by="" if kind is VllmFamily.WNA16 else "VLLM_FLASHINFER_MOE_BACKEND",
         )
         for short, kind in (
             ("FP8", VllmFamily.FP8),
@@ -121,6 +127,7 @@ FLASHINFER = (
             "masked_gemm": Here(backend="flashinfer_cutedsl"),
         },
         _of(VllmFamily.UNQUANTIZED, VllmFamily.FP8, VllmFamily.NVFP4),
+        chooses=True,
     ),
     Switch(
         "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
@@ -199,12 +206,19 @@ LINEAR_LAYERS = (
 )
 
 ROCM = (
-    Switch("VLLM_ROCM_USE_AITER", "0", "lets AITER be used at all", _flag(Here(backend="aiter"), ABSENT)),
+    Switch(
+        "VLLM_ROCM_USE_AITER",
+        "0",
+        "lets AITER be used at all",
+        _flag(Here(backend="aiter"), ABSENT),
+        beside="VLLM_ROCM_USE_AITER_MOE",
+    ),
     Switch(
         "VLLM_ROCM_USE_AITER_MOE",
         "1",
         "lets AITER compute experts, where the switch above is on",
         _flag(Here(backend="aiter"), ABSENT),
+        beside="VLLM_ROCM_USE_AITER",
     ),
     Switch(
         "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS",
