@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -170,11 +171,13 @@ class Submitted:
         self._rounds = Rounds(MOST_ALIKE)
         self._numbers = itertools.count(1)
         self._closed = False
+        self._process = os.getpid()
 
     def put(self, layer: int, call: Callable[[], Tensor]) -> int:
         """Has `call`, of `layer`, made after those before it; returns its number. Raises RuntimeError once it
-        is closed.
+        is closed, and after a fork.
         """
+        self._check_process()
         if self._closed:
             raise RuntimeError("this way to the experts was closed")
         number, now = next(self._numbers), self._rounds.at(layer)
@@ -189,14 +192,20 @@ class Submitted:
         return tuple(self._answers)
 
     def take(self, number: int) -> Tensor:
-        """The answer of `number`, or its failure. Raises KeyError for one that was taken, or never put."""
+        """The answer of `number`, or its failure. Raises KeyError for one that was taken, or never put, and
+        RuntimeError after a fork.
+        """
+        self._check_process()
         if number not in self._answers:
             raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
         del self._round_of[number]
         return self._answers.pop(number).result()
 
     def run(self, call: Callable[[], T]) -> T:
-        """Makes `call` after those under way; in this thread where there are none."""
+        """Makes `call` after those under way; in this thread where there are none. Raises RuntimeError after
+        a fork.
+        """
+        self._check_process()
         if all(answer.done() for answer in self._answers.values()):
             return call()
         return self._thread.submit(_without_gradients, call).result()
@@ -207,6 +216,13 @@ class Submitted:
         self._thread.shutdown()
         self._answers.clear()
         self._round_of.clear()
+
+    def _check_process(self) -> None:
+        """Raises RuntimeError in a process that was forked: the thread is its parent's, and never answers."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "this way to the experts was made before a fork; connect again in this process"
+            )
 
 
 def _without_gradients(call: Callable[[], T]) -> T:

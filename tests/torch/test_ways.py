@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from typing import Any, cast
 
@@ -70,6 +72,32 @@ def test_an_answer_goes_to_the_device_in_the_caller_s_thread_and_stream(
     number = way.submit(0, Rows(host.hidden.to("meta"), host.route, host.weights))
     assert way._submitted._answers[number].result(10).device.type == "cpu"
     assert way.wait(number).device.type == "meta"
+    way.close()
+
+
+@pytest.mark.parametrize("kind", ["submit", "wait", "mixed"])
+def test_after_a_fork_a_way_says_so_and_waits_for_nothing(kind: str) -> None:
+    way = Remote(cast(MoeClient, Client()))
+    rows = Rows(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1))
+    way.wait(way.submit(0, rows))
+    kept = way.submit(0, rows)  # its thread waits for work when the child is made
+    way._submitted._answers[kept].result(10)
+    child = os.fork()
+    if not child:
+        said = b""
+        try:
+            signal.alarm(5)  # ends a child that waits
+            {
+                "submit": lambda: way.wait(way.submit(0, rows)),
+                "wait": lambda: way.wait(kept),
+                "mixed": lambda: way.mixed(0, rows),
+            }[kind]()
+        except RuntimeError as failed:
+            said = str(failed).encode()
+        finally:
+            os._exit(0 if b"made before a fork; connect again" in said else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(way.wait(kept), rows.hidden)
     way.close()
 
 
