@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable, WeightsChanged
-from moeserve.proto.passes.attached import AttachedLane
+from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
 from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
@@ -70,18 +70,18 @@ class _Call:
 class Attached:
     """Experts behind a service on this host, whose rank shares memory with this process.
 
-    `attach` makes the lane, and makes it again where its rank has gone. A step is pure, so that one whose
+    `attach` makes the lane within so many seconds, and makes it again where its rank has gone. A step is pure, so that one whose
     pass ended without its answer is run again, until `timeout` has passed. one_version: all layers of one
     forward pass must have the same weights: a reload between them raises WeightsChanged, and the caller runs
     its forward pass again. One begins where a layer is called that is not after the last one (`Rounds`).
     """
 
     def __init__(
-        self, attach: Callable[[], AttachedLane], timeout: float = 60.0, *, one_version: bool = False
+        self, attach: Callable[[float], AttachedLane], timeout: float = 60.0, *, one_version: bool = False
     ) -> None:
         self.order = torch.zeros(1, dtype=torch.int64)
         self._attach, self._timeout, self._one_version = attach, timeout, one_version
-        self._lane: AttachedLane | None = attach()
+        self._lane: AttachedLane | None = attach(timeout)
         layout = self._lane.layout
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
         self._stages, self._most_rows = layout.stages, layout.rows
@@ -196,7 +196,7 @@ class Attached:
 
     def _post(self, call: _Call, until: float) -> None:
         """Brings the rows of `call` at a stage that is at its layer; in a new pass where none is."""
-        lane = self._attached()
+        lane = self._attached(until)
         if self._pass is None or self._pass.status is not None or self._free(call.layer) is None:
             self._finish_others(call, until)
             self._pass = None  # it is left, also where that takes longer than there is
@@ -216,7 +216,8 @@ class Attached:
     def _fill(self, run: Pass, stage: int, rows: Rows) -> None:
         """Copies the rows into the mailbox, waits for that, and says so."""
         if rows.hidden.is_cuda and self._pinned is None:
-            self._pinned = Pinned.of(self._attached().memory.bytes)
+            assert self._lane is not None
+            self._pinned = Pinned.of(self._lane.memory.bytes)
         if (read := self._read.pop(stage, None)) is not None:
             read.synchronize()  # the copy of the answer that is about to be written over
         count, logits = rows.hidden.shape[0], rows.weights is None
@@ -248,7 +249,7 @@ class Attached:
                 except MoeError:
                     other.stage = -1
 
-    def _attached(self) -> AttachedLane:
+    def _attached(self, until: float) -> AttachedLane:
         """The lane, attached anew where its rank has gone. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("this way to the experts was closed")
@@ -256,10 +257,10 @@ class Attached:
             gone, self._lane = self._lane, None
             self._forget_pass()
             self._unpin()
-            gone.close()
+            gone.close(min(DETACH_SECONDS, max(0.0, until - time.monotonic())))
         if self._lane is None:
             try:
-                self._lane = self._attach()
+                self._lane = self._attach(max(0.0, until - time.monotonic()))
             except (NotFound, Overloaded) as away:
                 # there was one: others serve its experts until it is back, or their lanes are taken
                 raise Unavailable("UNAVAILABLE", away.reason, away.message) from away

@@ -83,7 +83,7 @@ def _attached(settings: Settings) -> Way:
 
     wanted = wanted_of(settings)
     return Attached(
-        lambda: AttachedLane.attach(settings.address, wanted),
+        lambda seconds: AttachedLane.attach(settings.address, wanted, seconds),
         settings.timeout,
         one_version=settings.one_version,
     )

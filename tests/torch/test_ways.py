@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,6 +14,10 @@ import torch
 from torch import Tensor
 
 from moeserve.proto.client import MoeClient, Reply
+from moeserve.proto.errors import MoeError
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.torch.attached import Attached
 from moeserve.torch.connecting import Settings, wanted_of
 from moeserve.torch.remote import Remote
 from moeserve.torch.ways import Rounds, Rows, Submitted
@@ -99,6 +105,37 @@ def test_after_a_fork_a_way_says_so_and_waits_for_nothing(kind: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(way.wait(kept), rows.hidden)
     way.close()
+
+
+def test_a_lane_is_attached_anew_within_what_is_left_of_a_call() -> None:
+    """Both questions of an attempt, at a service that takes connections and never answers."""
+    told: list[float] = []
+
+    def attach(seconds: float) -> AttachedLane:
+        told.append(seconds)
+        if len(told) == 1:
+            return cast(AttachedLane, GoneLane())
+        return AttachedLane.attach(address, Wanted("again", timeout=60.0), seconds)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "127.0.0.1:%d" % silent.getsockname()[1]
+        way = Attached(attach, timeout=0.5)
+        rows = Rows(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1))
+        started = time.monotonic()
+        with pytest.raises(MoeError):
+            way.mixed(0, rows)
+    assert time.monotonic() - started < 5
+    assert all(seconds <= 0.5 for seconds in told)
+
+
+class GoneLane:
+    """A lane whose rank is gone."""
+
+    layout = MailboxLayout.of((4, 1), (4, 2, 1), "fp32")
+    alive = False
+
+    def close(self, seconds: float) -> None:
+        assert seconds <= 0.5
 
 
 def test_how_long_a_caller_is_awake_reaches_its_lane() -> None:

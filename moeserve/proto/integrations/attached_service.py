@@ -23,7 +23,7 @@ from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.errors import NotFound, Overloaded, Unavailable, WeightsChanged
 from moeserve.proto.host import host_id
 from moeserve.proto.integrations.settings import MODE, Settings
-from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
 
@@ -92,7 +92,7 @@ class AttachedService:
         given = Choice(route.experts[part], route.weights[part])
         while True:
             try:
-                run = self._pass_at(layer, hidden.dtype)
+                run = self._pass_at(layer, hidden.dtype, until)
                 run.post(0, hidden[part], given)
                 found = run.arrived(0, max(0.0, until - time.monotonic()))
             except (Unavailable, PassLate, NotFound, Overloaded) as failed:
@@ -123,19 +123,20 @@ class AttachedService:
             self._rows = min(ROWS, *(lane.capacity for lane in lanes))
         return self._rows
 
-    def _pass_at(self, layer: int, dtype: torch.dtype) -> Pass:
+    def _pass_at(self, layer: int, dtype: torch.dtype, until: float) -> Pass:
         """A pass whose next step is of `layer`: the one that runs, or another one from there on and round."""
-        lane, run = self._attached(DTYPES[dtype]), self._running
+        lane, run = self._attached(DTYPES[dtype], until), self._running
         if run is None or run.status is not None or run.under_way(0) or run.layer(0) != layer:
             at = lane.layers.index(layer)
             order = lane.layers[at:] + lane.layers[:at]
-            run = self._running = lane.begin(order, standing=True, any_weights=True)
+            left = max(0.0, until - time.monotonic())
+            run = self._running = lane.begin(order, standing=True, any_weights=True, timeout=left)
         return run
 
-    def _attached(self, dtype: str) -> AttachedLane:
+    def _attached(self, dtype: str, until: float) -> AttachedLane:
         """The lane for rows of `dtype`, attached anew where its rank has gone."""
         if self._lane is not None and not (self._lane.alive and self._lane.wanted.dtype == dtype):
-            self._detach()
+            self._detach(max(0.0, until - time.monotonic()))
         if self._lane is None:
             settings = self._settings
             wanted = Wanted(
@@ -146,10 +147,11 @@ class AttachedService:
                 timeout=settings.timeout,
                 credentials=settings.credentials,
             )
-            self._lane = AttachedLane.attach(settings.address, wanted)
+            left = max(0.0, until - time.monotonic())
+            self._lane = AttachedLane.attach(settings.address, wanted, left)
         return self._lane
 
-    def _detach(self) -> None:
+    def _detach(self, seconds: float = DETACH_SECONDS) -> None:
         lane, self._lane, self._running = self._lane, None, None
         if lane is not None:
-            lane.close()
+            lane.close(min(seconds, DETACH_SECONDS))

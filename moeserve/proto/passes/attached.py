@@ -42,6 +42,9 @@ from moeserve.proto.transports.awake import MOST_AWAKE, awake_seconds
 DETACH_SECONDS = 5.0
 """For a rank to answer that a lane is detached."""
 
+SHORTEST_SECONDS = 1e-3
+"""The least timeout of what is asked for at the end of the time."""
+
 WORDS, HALF_WORDS = 1 << 64, 1 << 32
 """How many numbers a word of a mailbox can be, and a field of AttachLaneRequest."""
 
@@ -96,10 +99,8 @@ class _Link:
         self._link = link
         self._stub = moe_pb2_grpc.DeviceLaneServiceStub(link.channel)  # type: ignore[no-untyped-call]
 
-    def attach(self, wanted: Wanted) -> moe_pb2.AttachLaneReply:
-        made: moe_pb2.AttachLaneReply = self._link.unary(
-            self._stub.AttachLane, request_for(wanted), wanted.timeout
-        )
+    def attach(self, wanted: Wanted, seconds: float) -> moe_pb2.AttachLaneReply:
+        made: moe_pb2.AttachLaneReply = self._link.unary(self._stub.AttachLane, request_for(wanted), seconds)
         return made
 
     def detach(self, mailbox: str, seconds: float) -> None:
@@ -149,17 +150,20 @@ class AttachedLane:
         self._expected = [Expected(awake) for _ in range(wanted.stages)]
 
     @classmethod
-    def attach(cls, address: str, wanted: Wanted) -> AttachedLane:
+    def attach(cls, address: str, wanted: Wanted, timeout: float | None = None) -> AttachedLane:
         """Attaches to a rank of the service at `address` that shares memory with this process.
+
+        timeout: seconds for all of it; None: `wanted.timeout`.
 
         Raises MoeError with reason `name_taken`, `lanes_taken`, `device_refused`; InvalidArgument for sizes
         that do not fit; NotFound where no rank is on this host; Unavailable where the service does not serve.
         """
-        lanes = _lanes_of(address, wanted)
+        until = time.monotonic() + (wanted.timeout if timeout is None else timeout)
+        lanes = _lanes_of(address, wanted, _left(until))
         for lane in lanes:
             link = _Link(Link(lane.address, MAX_MESSAGE_BYTES, wanted.credentials))
             try:
-                return cls._attached(link, wanted)
+                return cls._attached(link, wanted, _left(until))
             except BaseException as failed:
                 link.close()
                 full = isinstance(failed, Overloaded) and wanted.any_rank
@@ -168,8 +172,8 @@ class AttachedLane:
         raise AssertionError("there is always a lane to try")
 
     @classmethod
-    def _attached(cls, link: _Link, wanted: Wanted) -> AttachedLane:
-        made = link.attach(wanted)
+    def _attached(cls, link: _Link, wanted: Wanted, seconds: float) -> AttachedLane:
+        made = link.attach(wanted, seconds)
         try:
             return cls(link, wanted, made)
         except BaseException:  # the name is free again at once
@@ -281,14 +285,19 @@ def _wrong_pass(layers: Sequence[int], stages: int, version: int) -> str:
     return "" if 0 <= version < WORDS else f"weights_version={version} is not one of 0 to {WORDS - 1}"
 
 
-def _lanes_of(address: str, wanted: Wanted) -> list[moe_pb2.Lane]:
+def _left(until: float) -> float:
+    """Seconds until then, and what a call of gRPC takes at least."""
+    return max(SHORTEST_SECONDS, until - time.monotonic())
+
+
+def _lanes_of(address: str, wanted: Wanted, seconds: float) -> list[moe_pb2.Lane]:
     """The lanes to attach to, the first first: the rank that is named, or those of this host, by the caller's
     name. Callers of one name so meet at one rank, which takes only one of them, and others are spread.
     """
     door = Link(address, MAX_MESSAGE_BYTES, wanted.credentials)
     try:
         topology = check_serving(
-            door.unary(door.front.GetTopology, moe_pb2.GetTopologyRequest(), wanted.timeout)
+            door.unary(door.front.GetTopology, moe_pb2.GetTopologyRequest(), seconds)
         )
     finally:
         door.close()
