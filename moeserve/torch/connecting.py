@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
+from moeserve.proto.client.patience import Patience
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.passes.attached import ANY_WIRE, Wanted
 from moeserve.torch.ways import Way
@@ -12,6 +14,8 @@ NEEDED = {"in_process": "config", "attached": "address", "remote": "address"}
 MODES = tuple(NEEDED)
 AS_THEY_ARE = "as_they_are"
 """Rows travel in their own dtype."""
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,28 @@ class Settings:
         needed = NEEDED[self.mode]
         if not getattr(self, needed):
             raise ValueError(f"mode={self.mode!r} needs `{needed}`")
-        if self.device.partition(":")[0] not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device!r} is neither cpu nor cuda, with an index or without")
+        Patience.of(self.timeout)  # which says what is wrong with it
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device={self.device!r} is neither cpu nor cuda, which alone may have an index")
         if self.device != "cpu" and self.mode != "attached":
             raise ValueError(f"mode={self.mode!r} takes rows of any device; leave device={self.device!r} out")
         if self.rows_wire not in (ANY_WIRE, AS_THEY_ARE) and self.device == "cpu":
             raise ValueError(
                 f"rows_wire={self.rows_wire!r} is of rows from a GPU; name its device, or leave it out"
             )
+        if self.layers and self.device == "cpu":
+            raise ValueError(
+                f"layers={self.layers} are of rows from a GPU; name its device, or leave them out"
+            )
+        if self.mode == "attached":
+            return
+        if self.one_version:
+            raise ValueError(
+                f"mode={self.mode!r} does not look at versions of the weights; one_version=True needs "
+                "mode='attached'"
+            )
+        if self.rank is not None:
+            raise ValueError(f"mode={self.mode!r} takes no lane by its rank; leave rank={self.rank} out")
 
 
 def connect(settings: Settings) -> Way:

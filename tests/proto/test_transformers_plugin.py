@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -231,6 +233,59 @@ def test_gradients_are_refused_and_not_left_out(qwen: tuple[Path, Any]) -> None:
     model = load(str(qwen[0]), Whole(qwen[1]))
     with pytest.raises(RuntimeError, match=r"give no gradients; call the model under torch\.no_grad"):
         model(TOKENS).logits.sum().backward()
+
+
+class Zeros:
+    """A service whose answers are zeros, and that compilers must not look into."""
+
+    def forward(self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        data = bytes(hidden.nbytes)
+        return torch.from_numpy(np.frombuffer(data, np.float32).reshape(hidden.shape).copy())
+
+    def model(self) -> moe_pb2.GetModelReply:
+        layers = [moe_pb2.LayerInfo(layer=layer, experts=4, hidden=16, top_k=1) for layer in range(2)]
+        return moe_pb2.GetModelReply(model="l4", architecture="Llama4ForCausalLM", layers=layers)
+
+
+@pytest.fixture
+def seamed() -> Any:
+    """A model whose blocks have a seam, attached."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        intermediate_size_mlp=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+    )
+    model = transformers.Llama4ForCausalLM(config).eval()
+    attach(model, Zeros())
+    return model
+
+
+@torch.no_grad()
+def test_compilers_do_not_look_into_the_call_of_a_module_with_a_seam(seamed: Any) -> None:
+    block, rows = seamed.model.layers[0].feed_forward, torch.randn(1, 3, 16)
+    compiled = torch.compile(block, backend="eager", dynamic=True)
+    assert torch.equal(compiled(rows)[0], block(rows)[0])
+
+
+@torch.no_grad()
+def test_a_copy_of_a_module_with_a_seam_is_a_module_of_its_own(seamed: Any) -> None:
+    block, rows = seamed.model.layers[0].feed_forward, torch.randn(1, 3, 16)
+    other, before = copy.deepcopy(seamed), block(rows)[0]
+    with pytest.raises(RuntimeError, match=r"this Llama4TextMoe has no service; call attach\("):
+        other.model.layers[0].feed_forward(rows)
+    attach(other, Zeros())
+    for parameter in other.model.layers[0].feed_forward.shared_expert.parameters():
+        parameter.zero_()
+    assert not other.model.layers[0].feed_forward(rows)[0].any()
+    assert torch.equal(block(rows)[0], before)
 
 
 def test_experts_that_were_never_attached_say_so(qwen: tuple[Path, Any]) -> None:

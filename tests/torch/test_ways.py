@@ -118,7 +118,7 @@ def test_a_lane_is_attached_anew_within_what_is_left_of_a_call() -> None:
         return AttachedLane.attach(address, Wanted("again", timeout=60.0), seconds)
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = "127.0.0.1:%d" % silent.getsockname()[1]
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
         way = Attached(attach, timeout=0.5)
         rows = Rows(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1))
         started = time.monotonic()
@@ -136,6 +136,24 @@ class GoneLane:
 
     def close(self, seconds: float) -> None:
         assert seconds <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "remote", "one_version": True}, r"one_version=True needs mode='attached'"),
+        ({"mode": "in_process", "config": "x", "one_version": True}, r"one_version=True needs"),
+        ({"mode": "remote", "rank": 1}, r"leave rank=1 out"),
+        ({"mode": "attached", "layers": (0, 1)}, r"layers=\(0, 1\) are of rows from a GPU"),
+        ({"mode": "attached", "device": "cpu:0"}, r"device='cpu:0' is neither cpu nor cuda"),
+        ({"mode": "attached", "device": "cuda:x"}, r"device='cuda:x' is neither cpu nor cuda"),
+        ({"mode": "attached", "timeout": float("nan")}, r"timeout=nan must be more than 0 seconds"),
+        ({"mode": "attached", "timeout": 0}, r"timeout=0 must be more than 0 seconds"),
+    ],
+)
+def test_settings_that_no_way_of_the_mode_would_heed_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Settings(**{"address": "127.0.0.1:1"} | given)
 
 
 def test_how_long_a_caller_is_awake_reaches_its_lane() -> None:

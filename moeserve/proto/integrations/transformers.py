@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from types import MethodType
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -89,6 +90,7 @@ class _Ask(torch.autograd.Function):
         raise RuntimeError("experts behind moeserve give no gradients; call the model under torch.no_grad()")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # modules with a seam are compiled up to here
 def _ask(remote: Remote, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     return cast(Tensor, _Ask.apply(hidden, experts, weights, remote))  # type: ignore[no-untyped-call]
 
@@ -102,14 +104,26 @@ def experts_forward(
     Ids from `num_experts` on are how transformers' expert parallelism says none. RuntimeError: the module was
     never attached. MoeError: the service did not answer.
     """
-    remote = _REMOTES.get(module)
-    if remote is None:
-        name = type(module).__name__
-        raise RuntimeError(f"this {name} has no service; call attach(model, service) after making the model")
+    remote = _remote_of(module)
     experts = top_k_index.masked_fill(top_k_index >= cast(int, module.num_experts), -1)
     if getattr(module, "has_post_expert_norm", False):  # releases before 5.20 have no such modules
         return _normed(module, remote, (hidden_states, experts, top_k_weights))
     return _ask(remote, hidden_states, experts, top_k_weights)
+
+
+def seam_forward(module: Module, *arguments: Any, **options: Any) -> Any:
+    """What a module with a seam does from `attach` on. RuntimeError: a copy of one, which was never attached."""
+    seam = seam_of(module)
+    assert seam is not None
+    return seam.forward(module, partial(_ask, _remote_of(module)))(*arguments, **options)
+
+
+def _remote_of(module: Module) -> Remote:
+    remote = _REMOTES.get(module)
+    if remote is None:
+        name = type(module).__name__
+        raise RuntimeError(f"this {name} has no service; call attach(model, service) after making the model")
+    return remote
 
 
 def _normed(module: Module, remote: Remote, asked: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -152,7 +166,9 @@ def attach(model: Any, service: Service | str) -> Service:
         remote = Remote(client, layer, top_k[layer])
         seam = seam_of(module)
         if seam is not None:
-            module.forward = seam.forward(module, partial(_ask, remote))
+            # bound to the module, so that a copy of it is no other module's way to the service
+            module.forward = MethodType(seam_forward, module)
+            _REMOTES[module] = remote
         elif cast(Any, module).config._experts_implementation != IMPLEMENTATION:
             raise ValueError(f"transformers does not let {name} of {type(model).__name__} be replaced")
         else:
