@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.group import GroupKind, end_group, group_beside
 from moeserve.runtime.launch.torchrun import HostedRank
+from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.torch.moves import NOTHING
 
 FOLLOWS = -1
@@ -72,10 +73,19 @@ class Exchange:
         self._group = group
 
     def agree(self, layer: int, rows: int, vote: int = NOTHING) -> Agreed:
-        """Collective over the group. Raises OutOfStep, on all ranks alike, for ranks at different layers."""
+        """Collective over the group. Raises OutOfStep, on all ranks alike, for ranks at different layers, and
+        PeersLate where they are not all there in time, or one is gone.
+        """
         mine = torch.tensor([layer, rows, vote])
         found = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(found, mine, group=self._group)
+        try:
+            dist.all_gather(found, mine, group=self._group)
+        except RuntimeError as failed:
+            place = "at the end of its pass" if layer == FOLLOWS else f"at layer {layer}"
+            raise PeersLate(
+                f"rank {self._group.rank()}, {place}, did not meet all other ranks within "
+                f"step.timeout_seconds: one is late or gone; all close their ways and connect again: {failed}"
+            ) from failed
         told: list[list[int]] = [one.tolist() for one in found]
         at = {rank: here for rank, (here, _, _) in enumerate(told) if here != FOLLOWS}
         if len(set(at.values())) > 1:

@@ -35,7 +35,15 @@ class MoeExperts(nn.Module):
         super().__init__()
         self.layer = layer
         self.way = way
-        self._number = ops.numbered(way)
+
+    @property
+    def way(self) -> Way:
+        """How its rows get to the experts; another one, as after a `close`, may be put in its place."""
+        return self._way
+
+    @way.setter
+    def way(self, way: Way) -> None:
+        self._way, self._number = way, ops.numbered(way)
 
     def forward(self, hidden: Tensor, route: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mixed rows, shaped as `hidden`."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
 from parallel import parallel_launch
 from torch_ranks import PASSES, moving, out_of_step, refused_alone, refusing, unlike_rows
 
 from moeserve.runtime.launch.torchrun import join_torchrun
+from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.torch import MoeExperts, Settings, WrongRows, connect
 from moeserve.torch.in_process import InProcess
+from moeserve.torch.meeting import FOLLOWS, Exchange
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,27 @@ def test_ranks_at_different_layers_are_told_who_is_where(path: Path) -> None:
     for told in parallel_launch(2, out_of_step, path, "all2allv", timeout=200):
         assert told[0].startswith("ranks are not at one layer: rank 0 at layer 0, rank 1 at layer 1;")
         assert "3 rows, and `rows` was told 2 of rank" in told[1]
+
+
+@pytest.mark.parametrize(("layer", "place"), [(3, "at layer 3"), (FOLLOWS, "at the end of its pass")])
+def test_ranks_that_are_not_met_in_time_are_late(
+    monkeypatch: pytest.MonkeyPatch, layer: int, place: str
+) -> None:
+    """Over a group of gloo's, which says so in words of its own."""
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 1
+
+    def all_gather(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Timed out waiting 5000ms for send operation to complete")
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    with pytest.raises(PeersLate, match=f"rank 1, {place}, did not meet all other ranks .*: Timed out"):
+        Exchange(cast(Any, Group())).agree(layer, 5)
 
 
 def test_a_rank_alone_needs_no_group(way: InProcess, path: Path) -> None:

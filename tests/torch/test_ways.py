@@ -19,6 +19,7 @@ from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.torch.attached import Attached
 from moeserve.torch.connecting import Settings, wanted_of
+from moeserve.torch.module import MoeExperts
 from moeserve.torch.remote import Remote
 from moeserve.torch.ways import Rounds, Rows, Submitted
 
@@ -136,6 +137,15 @@ class GoneLane:
 
     def close(self, seconds: float) -> None:
         assert seconds <= 0.5
+
+
+def test_a_module_takes_another_way_in_place_of_its_own() -> None:
+    first, other = (Remote(cast(MoeClient, Client())) for _ in range(2))
+    experts = MoeExperts(first, 0)
+    first.close()
+    experts.way = other
+    assert torch.equal(experts.wait(experts.submit(torch.ones(2, 4), torch.zeros(2, 2))), torch.ones(2, 4))
+    other.close()
 
 
 @pytest.mark.parametrize(
