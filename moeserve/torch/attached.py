@@ -70,10 +70,11 @@ class _Call:
 class Attached:
     """Experts behind a service on this host, whose rank shares memory with this process.
 
-    `attach` makes the lane within so many seconds, and makes it again where its rank has gone. A step is pure, so that one whose
-    pass ended without its answer is run again, until `timeout` has passed. one_version: all layers of one
-    forward pass must have the same weights: a reload between them raises WeightsChanged, and the caller runs
-    its forward pass again. One begins where a layer is called that is not after the last one (`Rounds`).
+    `attach` makes the lane within so many seconds, and makes it again where its rank has gone. A step is
+    pure, so that one whose pass ended without its answer is run again, until `timeout` has passed.
+    one_version: all layers of one forward pass must have the same weights: a reload between them raises
+    WeightsChanged, and the caller runs its forward pass again. One begins where a layer is called that is
+    not after the last one (`Rounds`).
     """
 
     def __init__(

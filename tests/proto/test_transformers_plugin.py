@@ -15,10 +15,12 @@ import transformers
 from checkpoints import CONFIGS, make_checkpoint, make_model, quantize_fp8_block
 from proto_fake import FakeService
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.integrations.seams import SEAMS
 from moeserve.proto.integrations.transformers import (
     IMPLEMENTATION,
     attach,
@@ -266,6 +268,16 @@ def seamed() -> Any:
     model = transformers.Llama4ForCausalLM(config).eval()
     attach(model, Zeros())
     return model
+
+
+def test_nllb_s_choice_is_made_where_the_rows_are() -> None:
+    class Experts:
+        num_experts, training, moe_token_dropout = 4, False, 0.2
+
+    forward = SEAMS["NllbMoeExperts"].forward(Experts(), lambda rows, ids, weights: rows)
+    with FakeTensorMode():  # no GPU is needed for tensors without numbers
+        rows, probs = torch.empty(3, 8, device="cuda"), torch.empty(3, 4, device="cuda")
+        assert forward(rows, torch.empty(3, 4, dtype=torch.int64, device="cuda"), probs).is_cuda
 
 
 @torch.no_grad()

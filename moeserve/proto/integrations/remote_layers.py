@@ -99,7 +99,7 @@ class RemoteLayers:
     _told: moe_pb2.GetModelReply | None = None
     _top_k: dict[int, int] = field(default_factory=dict)  # by layer, of what is served
     _versions: set[int] = field(default_factory=set)
-    _tickets: dict[int, Future[Tensor]] = field(default_factory=dict)
+    _tickets: dict[int, tuple[Future[Tensor], torch.device]] = field(default_factory=dict)
     _numbers: Any = field(default_factory=count)
     _asking: ThreadPoolExecutor | None = None
 
@@ -187,22 +187,28 @@ class RemoteLayers:
         return cast(Tensor, reply.hidden).to(hidden.device, copy=True)
 
     def start(self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> int:
-        """Begins what `ask` does in a thread; returns the number to `finish` it by."""
+        """Begins what `ask` does in a thread; returns the number to `finish` it by.
+
+        Rows of a GPU are on the host when it returns: the thread has another stream than its caller, which is
+        not behind what the caller's has yet to compute.
+        """
         if self._asking is None:
             self._asking = ThreadPoolExecutor(1, "moeserve-ask")
         ticket: int = next(self._numbers)
         self.counts.begun += 1
-        self._tickets[ticket] = self._asking.submit(self.ask, layer, hidden, experts, weights)
+        rows = (one.to("cpu") for one in (hidden, experts, weights))
+        self._tickets[ticket] = self._asking.submit(self.ask, layer, *rows), hidden.device
         return ticket
 
     def finish(self, ticket: int) -> Tensor:
         """Waits for what `start` began; it is bounded by the call's own timeout."""
-        return self._tickets.pop(ticket).result()
+        asked, device = self._tickets.pop(ticket)
+        return asked.result().to(device)
 
     def start_forward(self) -> None:
         """Begins to note versions anew. Answers nobody waited for are waited for, and dropped."""
         for ticket in list(self._tickets):
-            self._tickets.pop(ticket).exception()
+            self._tickets.pop(ticket)[0].exception()
         self._versions.clear()
 
     def versions(self) -> frozenset[int]:

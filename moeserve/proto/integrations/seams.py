@@ -102,7 +102,7 @@ def in_any_column(module: Any, ask: Ask) -> Forward:
     """NLLB-MoE's: ids in as many columns as there are experts, most of them again and with weight zero."""
 
     def forward(hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor) -> Tensor:
-        whole = torch.zeros(len(hidden_states), module.num_experts, dtype=router_probs.dtype)
+        whole = router_probs.new_zeros(len(hidden_states), module.num_experts)
         whole.scatter_add_(1, router_mask.long(), router_probs)
         weights, ids = whole.topk(2, dim=-1)
         dropped = 0.0 if module.training else module.moe_token_dropout

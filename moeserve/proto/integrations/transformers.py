@@ -112,7 +112,7 @@ def experts_forward(
 
 
 def seam_forward(module: Module, *arguments: Any, **options: Any) -> Any:
-    """What a module with a seam does from `attach` on. RuntimeError: a copy of one, which was never attached."""
+    """What a module with a seam does from `attach` on. RuntimeError: it is a copy, which has no service."""
     seam = seam_of(module)
     assert seam is not None
     return seam.forward(module, partial(_ask, _remote_of(module)))(*arguments, **options)

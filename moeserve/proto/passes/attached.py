@@ -296,9 +296,7 @@ def _lanes_of(address: str, wanted: Wanted, seconds: float) -> list[moe_pb2.Lane
     """
     door = Link(address, MAX_MESSAGE_BYTES, wanted.credentials)
     try:
-        topology = check_serving(
-            door.unary(door.front.GetTopology, moe_pb2.GetTopologyRequest(), seconds)
-        )
+        topology = check_serving(door.unary(door.front.GetTopology, moe_pb2.GetTopologyRequest(), seconds))
     finally:
         door.close()
     here: str = host_id()
