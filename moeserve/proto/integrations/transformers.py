@@ -108,7 +108,7 @@ def experts_forward(
     experts = top_k_index.masked_fill(top_k_index >= cast(int, module.num_experts), -1)
     if getattr(module, "has_post_expert_norm", False):  # releases before 5.20 have no such modules
         return _normed(module, remote, (hidden_states, experts, top_k_weights))
-    return _ask(remote, hidden_states, experts, top_k_weights)
+    return cast(Tensor, _ask(remote, hidden_states, experts, top_k_weights))
 
 
 def seam_forward(module: Module, *arguments: Any, **options: Any) -> Any:
