@@ -20,7 +20,7 @@ from moeserve.runtime.control.shadowed import peers_message, shadowed_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.draining import Draining
-from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.generations import DRAINED, Generations
 from moeserve.runtime.head.generations.recovery import Recovering
 from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
@@ -317,12 +317,22 @@ class Coordinator:
                     self._recovering.holds(rank, seat, message)
                 return
             if message["kind"] == "drained":  # also where the group has formed again since
-                self._draining.ended(rank)
+                self._drained(rank, seat)
                 return
             if self.generations.turnover.returning.is_here(rank, seat):
                 self.generations.turnover.heard(rank, message)
                 return
             self._messages.take(rank, seat, message)
+
+    def _drained(self, rank: int, seat: Seat) -> None:
+        """The calls on a member's lane have ended. Where it was the head before this one that told it so, its
+        lane takes no call any more though it is to stay: it is started again.
+        """
+        if self._recovering is not None and self._recovering.drained(rank, seat):
+            return
+        self._draining.ended(rank)
+        if not (self.draining or self._draining.begun or rank in self.resizing.draining):
+            self.generations.given_up(seat.process(rank), DRAINED)
 
     def _keep_pace(self) -> None:
         """Runs the pace's thread; the group fails, with the reason, when it cannot go on."""

@@ -16,6 +16,11 @@ class Draining:
         self.drained = set[int]()  # seats whose calls have ended since
 
     @property
+    def begun(self) -> bool:
+        """Whether this head has told the members to begin no further call."""
+        return self._told is not None
+
+    @property
     def over(self) -> bool:
         """Whether no call is under way on any member's lane."""
         return self.drained >= set(self._group.members.seats)

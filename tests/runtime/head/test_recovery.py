@@ -188,6 +188,25 @@ def test_who_was_drained_is_started_again(late: bool) -> None:
                 assert entry["kind"] in ("abort", "load")
 
 
+@pytest.mark.parametrize("recovered", [False, True])
+def test_who_is_drained_only_after_it_has_told_is_started_again(recovered: bool) -> None:
+    """The head that wanted it to leave has died while calls were under way there."""
+    with started_again() as head:
+        given_up = list[int]()
+        head.generations.parted.on_given_up = lambda process: given_up.append(process.pid)
+        head.generations.parted.is_gone = lambda process: True
+        drains = FakeMember(head, 1, pid=777, again=True)
+        drains.entry("welcome")
+        drains.stream.send(held_message(9, SECOND))
+        until(lambda: "waits for ranks [0]" in head.progress().reason)
+        if recovered:
+            serves(head, {0: back(head, 0, 9, SECOND), 1: drains}, SECOND)
+        drains.stream.send({"kind": "drained", "generation": 9})
+        if not recovered:
+            back(head, 0, 9, SECOND)
+        until(lambda: given_up == [777])
+
+
 def test_who_comes_late_with_a_higher_epoch_takes_the_group_there() -> None:
     """Everybody else had died with the head before it heard of the change."""
     with started_again(0.2) as head:

@@ -32,6 +32,9 @@ from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 log = logging.getLogger(__name__)
 
 TURN_LOOK_SECONDS = 0.002  # between looks whether steps under way have ended, so that members can join
+DRAINED = "its lane was drained, and it is to stay"
+"""Why a member is started again whose lane takes no call any more."""
+
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moeserve.runtime.control.messages import held_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.generations import DRAINED, Generations
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.reception import Refusal, Seat
 
@@ -87,7 +87,11 @@ class Recovery:
         self._generation = max(self._generation, generation)
         self._told.add(number)
         if drained:
-            self._drained.add(number)
+            self.drained(number)
+
+    def drained(self, number: int) -> None:
+        """The member's lane takes no call any more, which may be so only since it has told what it holds."""
+        self._drained.add(number)
 
     @property
     def due(self) -> float:
@@ -218,6 +222,15 @@ class Recovering:
         self._changed()
         return True
 
+    def drained(self, number: int, seat: Seat) -> bool:
+        """A member says that its lane is drained, as the head before this one had it; False where it does not
+        wait here.
+        """
+        if self._recovery is None or not self._recovery.is_here(number, seat):
+            return False
+        self._recovery.drained(number)
+        return True
+
     def holds(self, number: int, seat: Seat, message: Message) -> None:
         """A member says what it holds. One that comes once the group has been recovered may have adopted what
         nobody else did: then the group goes over to it.
@@ -232,7 +245,7 @@ class Recovering:
                 self._changed()
             return
         if drained:
-            self._generations.given_up(seat.process(number), "its lane was drained, and it is to stay")
+            self._generations.given_up(seat.process(number), DRAINED)
         self._group.newest = max(self._group.newest, generation)
         ours = self._group.epoch
         if epoch is not None and epoch.number > ours.number and epoch.members == ours.members:
@@ -248,7 +261,7 @@ class Recovering:
             return
         self._recovery = None
         self._group.epoch = found.epoch
-        mute, drained = "it does not say what it holds", "its lane was drained, and it is to stay"
+        mute, drained = "it does not say what it holds", DRAINED
         given_up = [(item, mute) for item in found.silent.items()]
         given_up += [(item, drained) for item in found.drained.items()]
         for (number, seat), why in given_up:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from moeserve.dispatch.members import Members
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.generations import DRAINED, Generations
 from moeserve.runtime.head.generations.returning import with_ranks
 from moeserve.runtime.head.group import Group
 
@@ -23,6 +23,7 @@ class Resizing:
 
     def __init__(self, group: Group, generations: Generations, drained: set[int]) -> None:
         self._group, self._generations, self._drained = group, generations, drained
+        self.draining: frozenset[int] = frozenset()  # seats whose lanes were told to take no further call
 
     @property
     def wanted(self) -> frozenset[int]:
@@ -85,6 +86,7 @@ class Resizing:
         """Lanes of these members take no further call; waits for calls under way, and no longer than told."""
         with self._group.lock:
             self._drained.difference_update(seats)
+            self.draining = frozenset(seats)
             message = {"kind": "drain", "generation": self._group.generation, "reason": reason}
             message |= {"seconds": seconds}
             for seat in seats:
@@ -115,6 +117,7 @@ class Resizing:
         self._wait(lambda: served() or bool(self._generations.turnover.why_stay), seconds)
         with self._group.lock:
             self._generations.turnover.retiring, self._generations.turnover.leaving = (), frozenset()
+            self.draining = frozenset()
             for seat in seats:  # lost before it could leave: nobody comes back for it
                 if seat in self._generations.turnover.returning.seats:
                     self._generations.turnover.forget(seat, "it was to leave")
@@ -122,7 +125,7 @@ class Resizing:
             for seat in stay:
                 if seat in self._group.seats:
                     process = self._group.seats[seat].process(seat)
-                    self._generations.given_up(process, "its lane was drained, and it is to stay")
+                    self._generations.given_up(process, DRAINED)
             if served():
                 return ""
             if not stay:
