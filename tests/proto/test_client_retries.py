@@ -24,6 +24,7 @@ from moeserve.proto.errors import (
     Overloaded,
     Unavailable,
 )
+from moeserve.proto.tensors import encode, plain
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, {REASON_KEY: "REFORMING"})
 
@@ -284,3 +285,28 @@ def test_a_service_that_knows_no_such_call_is_told_as_older(client_of):
             client.forward(3, *rows(1))
     finally:
         server.stop(0).wait()
+
+
+def test_memory_of_a_lane_that_has_another_process_by_now_is_made_there(client_of, service):
+    with client_of(service.address) as client:
+        client.allocate(1, (2, 4), "fp32")
+        before, service.lanes[1] = service.lanes[1], FakeLane(1)
+        before.stop()
+        assert client.allocate(1, (2, 4), "fp32").region.address == service.lanes[1].address
+        with pytest.raises(NotFound, match="lane 2 is not one"):
+            client.allocate(2, (2, 4), "fp32")
+        service.lanes.append(FakeLane(2))
+        assert client.allocate(2, (2, 4), "fp32").rank == 2
+
+
+def test_a_stream_goes_to_the_process_that_has_its_lane_now(service):
+    hidden, experts, weights = (encode(plain(one, "rows")) for one in rows(2))
+    choice = moe_pb2.Choice(ids=experts, weights=weights)
+    with MoeClient(service.address) as client:
+        for turn in range(2):
+            stream = client.stream(1)
+            request = moe_pb2.ForwardRequest(layer=3, hidden=hidden, choice=choice, job_id=f"by-hand-{turn}")
+            assert stream.ask(request, 5.0).epoch == 8
+            stream.close()
+            before, service.lanes[1] = service.lanes[1], FakeLane(1)
+            before.stop()

@@ -105,8 +105,10 @@ class AsyncMoeClient:
         clock, spec = self._core.clock(None), spec_named(dtype, shape)
 
         async def make() -> RemoteRegion:
-            link, size = self._core.place(await self._topology(clock), lane, spec)
-            return await link.region(size, clock.remaining)
+            topology = await self._topology(clock)
+            with self._core.lanes.relied_on(topology):
+                link, size = self._core.place(topology, lane, spec)
+                return await link.region(size, clock.remaining)
 
         return SharedTensor(await self._patiently(clock, make), 0, spec, lane)
 

@@ -147,6 +147,17 @@ class Lanes(Generic[L]):
             if self.current is topology:
                 self.current = None
 
+    @contextmanager
+    def relied_on(self, topology: moe_pb2.GetTopologyReply) -> Iterator[None]:
+        """What fails inside since there is no such lane, or nobody answers there, has the next one ask anew:
+        another process may have the lane.
+        """
+        try:
+            yield
+        except (Unavailable, NotFound):
+            self.doubt(topology)
+            raise
+
     def pick(self, topology: moe_pb2.GetTopologyReply, bound: int | None, start: int) -> moe_pb2.Lane:
         """The lane `bound`, or the one at `start`, counted round and round. NotFound where there is no lane
         `bound`, and Unavailable where its rank is away, or there is none at all.

@@ -156,14 +156,17 @@ class MoeClient:
         clock, spec = self._core.clock(None), spec_named(dtype, shape)
 
         def make() -> RemoteRegion:
-            link, size = self._core.place(self._topology(clock), lane, spec)
-            return link.region(size, clock.remaining)
+            topology = self._topology(clock)
+            with self._core.lanes.relied_on(topology):
+                link, size = self._core.place(topology, lane, spec)
+                return link.region(size, clock.remaining)
 
         return SharedTensor(self._patiently(clock, make), 0, spec, lane)
 
     def stream(self, lane: int) -> ForwardStream:
         """A stream of one's own to a lane, for requests made by hand; the caller closes it."""
         clock, lanes = self._core.clock(None), self._core.lanes
+        lanes.doubt(lanes.current)  # requests made by hand tell nobody that another process has the lane
         topology = self._patiently(clock, lambda: self._topology(clock))
         return lanes.link(topology, lanes.pick(topology, lane, 0)).streams.take()
 
