@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -63,3 +64,35 @@ def test_a_call_under_way_is_answered_though_a_process_dies_while_the_service_st
         assert "does not stop" not in service.log.read_text()
     found = as_torch(answer.hidden.data, spec_of(answer.hidden, "x", rank=2, dtypes=("fp32",)))
     torch.testing.assert_close(found, alone.forward(1, *batch), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("leaving_seconds", [0.0, 3.0])
+def test_calls_on_the_lane_of_a_rank_that_dies_while_the_service_stops_go_to_another(
+    tmp_path: Path, checkpoint_path: Path, alone: Alone, leaving_seconds: float
+) -> None:
+    patient = tmp_path / "service.toml"
+    patient.write_text(
+        f"[server]\ndrain_seconds = {SECONDS}\nleaving_seconds = {leaving_seconds}\n"
+        f"[cluster]\nstopped_seconds = 0.0\n[step]\ntimeout_seconds = {SECONDS}\n"
+    )
+    batch = alone.batch(8, seed=3)
+    with served(tmp_path, checkpoint_path, str(patient), *EP2) as service:
+        with MoeClient(service.address, timeout=SECONDS) as client, ThreadPoolExecutor(2) as pool:
+            client.forward(1, *batch)
+            slow = service.named("moeserve-rank1")
+            stand_still(slow)
+            asked = [pool.submit(client.forward, 1, *batch) for _ in range(2)]  # one at each lane
+            until(lambda: client.status().in_flight, service)
+            time.sleep(0.5)
+            os.kill(service.pid, signal.SIGTERM)
+            if leaving_seconds:
+                until(lambda: not client.topology().lanes, service)
+            else:
+                until(lambda: "lanes take no further call" in service.log.read_text(), service)
+            os.kill(slow, signal.SIGKILL)
+            answers = [one.result(SECONDS) for one in asked]
+        assert service.process.wait(SECONDS) == 0
+        said = service.log.read_text()
+        assert "lanes take calls again for 0.5 s: ranks [1] are lost" in said and "does not stop" not in said
+    for found in answers:
+        torch.testing.assert_close(found, alone.forward(1, *batch), rtol=1e-4, atol=1e-4)

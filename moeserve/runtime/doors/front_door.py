@@ -146,7 +146,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         """What callers find: no lane that is to leave, and none at all once the service is to stop."""
         found, draining = self._with_lanes(), self._coordinator.draining
         leave_out(found, self._leaving())
-        if draining:
+        if draining and not self._coordinator.reopened:
             del found.lanes[:]
             found.serving, found.reason = False, draining
         return found

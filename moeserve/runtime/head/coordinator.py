@@ -94,6 +94,7 @@ class Coordinator:
         self.address = self._reception.address
         self._recovering: Recovering | None = None  # of a head that has started again
         self.draining = ""  # why lanes take no further call, though the group serves
+        self.reopened = False  # though they are to take no further call they do, for some time
         self._draining = Draining(self._group)
         self.resizing = Resizing(self._group, self.generations, self._draining.drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
@@ -183,18 +184,40 @@ class Coordinator:
         """Has lanes begin no further call, and waits until those that have begun are over.
 
         Steps go on meanwhile. A head that recovers waits for the end of that first: lanes hold calls. Returns
-        whether all ended within `seconds`.
+        whether all ended within `seconds`; it does not wait on once a lane is lost with its calls.
         """
         until = time.monotonic() + seconds
         with self._lock:
-            self._lock.wait_for(lambda: not self._recovers or self.generations.ended, seconds)
+            if self._recovers:
+                self._lock.wait_for(lambda: not self._recovers or self.generations.ended, seconds)
+                self._draining.note_lanes()
             if not self.generations.holds:
                 return True
             left = max(0.0, until - time.monotonic())
             log.info("lanes take no further call, and have %.3g s for those under way: %s", left, reason)
             self._draining.begin(left, reason)
-            self._lock.wait_for(lambda: self._draining.over or not self.generations.holds, left)
-            return self._draining.over
+            draining, group = self._draining, self.generations
+            self._lock.wait_for(lambda: draining.over or draining.lost or not group.holds, left)
+            return draining.over and not draining.lost
+
+    def note_lanes(self) -> None:
+        """From now on `take_again` is for the calls of lanes that are lost."""
+        with self._lock:
+            self._draining.note_lanes()
+
+    def wait_lost(self, seconds: float) -> None:
+        """Returns after so many seconds, and at once where a lane is lost with the calls under way there."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._draining.lost or self.generations.ended, seconds)
+
+    def take_again(self) -> list[int]:
+        """Where lanes are lost with the calls under way there, has all others take calls again; which."""
+        with self._lock:
+            lost = self._draining.lost if self.generations.holds else []
+            if lost:
+                self._draining.take_again()
+            self.reopened = bool(lost)
+            return lost
 
     def set_log_levels(self, levels: Mapping[str, str]) -> None:
         """Has every member, also those that connect later, set its loggers' levels."""

@@ -14,6 +14,7 @@ class Draining:
         self._group = group
         self._told: Message | None = None  # what members were told, also those that come later
         self.drained = set[int]()  # seats whose calls have ended since
+        self._noted: dict[int, Seat] = {}  # processes whose lanes may have calls under way
 
     @property
     def begun(self) -> bool:
@@ -24,6 +25,22 @@ class Draining:
     def over(self) -> bool:
         """Whether no call is under way on any member's lane."""
         return self.drained >= set(self._group.members.seats)
+
+    @property
+    def lost(self) -> list[int]:
+        """Seats whose process, noted before, has gone while calls may have been under way on its lane."""
+        return sorted(rank for rank, seat in self._noted.items() if self._group.seats.get(rank) is not seat)
+
+    def note_lanes(self) -> None:
+        """Takes note of the processes that are there now: `lost` tells which of them have gone since."""
+        self._noted = dict(self._group.seats)
+
+    def take_again(self) -> None:
+        """Has lanes take calls again, until the next `begin`."""
+        self._told = None
+        told = {"kind": "drain", "generation": self._group.generation, "reason": "", "seconds": 0.0}
+        self._group.broadcast(told)
+        self.note_lanes()
 
     def begin(self, seconds: float, reason: str) -> None:
         """Tells every member's lane to begin no further call, and how long those under way have."""
@@ -41,4 +58,5 @@ class Draining:
     def ended(self, rank: int) -> None:
         """A member says that the calls on its lane have ended."""
         self.drained.add(rank)
+        self._noted.pop(rank, None)
         self._group.lock.notify_all()

@@ -42,6 +42,7 @@ from moeserve.runtime.telemetry.probes import Probes
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.01  # between looks for calls under way at the front door
+AGAIN_SECONDS = 0.5  # for callers whose lane is lost while the service stops to find another
 REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
 
 LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, beside step.timeout_seconds
@@ -174,11 +175,11 @@ class HeadProcess:
         ends the group. Calls on their way to a lane are taken for `server.leaving_seconds`.
         """
         self.rebalancer.stop()
+        self.coordinator.note_lanes()
         until = time.monotonic() + self._drain_seconds
-        self._leave(STOPPING)
-        while self._endpoint.busy and time.monotonic() < until - self._drain_seconds / 2:
-            time.sleep(LOOK_SECONDS)  # what the front door has begun, lanes have yet to
-        if not self.coordinator.drain(max(0.0, until - time.monotonic()), STOPPING):
+        while not (ended := self._drained(until)) and self._take_again(until - time.monotonic()):
+            pass
+        if not ended:
             log.warning(
                 "calls were under way after server.drain_seconds = %g and have no answer", self._drain_seconds
             )
@@ -189,6 +190,27 @@ class HeadProcess:
         if self._probes is not None:
             self._probes.close()
 
+    def _drained(self, until: float) -> bool:
+        """Refuses new calls, and waits for those under way; whether all have ended."""
+        self._leave(STOPPING)
+        while self._endpoint.busy and time.monotonic() < until - self._drain_seconds / 2:
+            time.sleep(LOOK_SECONDS)  # what the front door has begun, lanes have yet to
+        return self.coordinator.drain(max(0.0, until - time.monotonic()), STOPPING)
+
+    def _take_again(self, left: float) -> bool:
+        """Has the others take calls again for a moment where a rank has died meanwhile: those under way on
+        its lane broke, and their callers look for another. Whether one has.
+        """
+        if left <= 0 or not (lost := self.coordinator.take_again()):
+            return False
+        seconds = min(AGAIN_SECONDS, left / 2)
+        log.warning("lanes take calls again for %.2g s: ranks %s are lost with theirs", seconds, lost)
+        self._endpoint.drain("")
+        self._front.drain("")
+        time.sleep(seconds)
+        self.coordinator.reopened = False
+        return True
+
     def _leave(self, reason: str) -> None:
         """Callers find no lane any more, and probes say so; soon the front door begins no further call."""
         with self._telling:
@@ -197,7 +219,7 @@ class HeadProcess:
         if self._probes is not None:
             self._probes.tell()
         if self.coordinator.progress().state == "serving":
-            time.sleep(self._leaving_seconds)
+            self.coordinator.wait_lost(self._leaving_seconds)
         self._endpoint.drain(reason)
         self._front.drain(reason)
 

@@ -372,7 +372,7 @@ class _RankProcess:
     def _drain(self, reason: str) -> None:
         """Begins no further call, unary or another; health says so, also once the group forms again."""
         with self._telling:
-            self._draining = True
+            self._draining = True  # and stays so where calls are taken again, for those that had begun
             self._endpoint.set_serving(serving=False)
         self._endpoint.drain(reason)
         self._door.drain(reason)

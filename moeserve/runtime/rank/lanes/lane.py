@@ -138,10 +138,14 @@ class Lane:
             job.fail(GroupUnavailable(reason))
 
     def drain(self, reason: str) -> None:
-        """Takes no further job, and goes on with those it holds: the service is about to stop."""
+        """Takes no further job, and goes on with those it holds: the service is about to stop. Without a
+        reason it takes jobs again.
+        """
         with self._lock:
-            self._draining = reason
-            self._closed = self._closed or reason
+            if self._closed == self._draining:
+                self._closed = None
+            self._draining = reason or None
+            self._closed = self._closed or self._draining
 
     def close(self, reason: str) -> None:
         """Fails waiting jobs, and new ones, with GroupUnavailable: the group stopped serving."""

@@ -93,9 +93,7 @@ class Member:
             "company": lambda message: self.order.on_company(),
             "steady": self.order.steady,
             "stored": group.answered,
-            "drain": lambda message: threading.Thread(
-                target=self._drain, args=(message,), name="drain", daemon=True
-            ).start(),
+            "drain": self._see_drain,
         }
         first = {"abort": self._see_abort, "prepare": self._see_prepare}
         self._receiving = Receiving(rank.index, stream, self._entries, at_once, first)
@@ -114,6 +112,7 @@ class Member:
         self._attends = False  # this thread looks after lanes, and has not said that it does no more
         self._look: Callable[[], None] = lambda: None
         self._looks_no_more: Callable[[], None] = lambda: None
+        self._drains: Message | None = None  # the last word on whether calls are taken
         self.joined = False  # steps can be launched
         self.before_entry: Callable[[], None] = lambda: None  # what comes next is no run of a pass
         self.closed_layers = frozenset[int]()  # decoder indices, that members still read
@@ -263,15 +262,26 @@ class Member:
         self.order.close_layers(closed)
         self.on_layers(not closed)
 
-    def _drain(self, message: Message) -> None:
-        """Takes no further call, and says when those under way have ended. It has a thread of its own, and
-        steps go on meanwhile.
-        """
+    def _see_drain(self, message: Message) -> None:
+        """Takes no further call, or takes calls again where there is no reason for that any more."""
+        self._drains = message
         if self._lane is not None:
             self.on_drain(message["reason"])
+            if not message["reason"]:
+                self._lane.drain("")
+        if message["reason"]:
+            threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
+
+    def _drain(self, message: Message) -> None:
+        """Says when the calls under way have ended. It has a thread of its own, and steps go on meanwhile."""
+        if self._lane is not None:
             until = time.monotonic() + message["seconds"]
             while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
+                if self._drains is not message:
+                    return
                 time.sleep(DRAIN_LOOK_SECONDS)
+            if self._drains is not message:
+                return
             self._lane.drain(message["reason"])
         self._tell({"kind": "drained", "generation": message["generation"]})
 
