@@ -299,6 +299,16 @@ def test_memory_of_a_lane_that_has_another_process_by_now_is_made_there(client_o
         assert client.allocate(2, (2, 4), "fp32").rank == 2
 
 
+def test_a_lane_that_was_not_there_is_looked_for_again_by_the_next_call(client_of, service):
+    hidden, experts, weights = rows(2)
+    with client_of(service.address) as client:
+        client.forward(3, hidden, experts, weights)
+        with pytest.raises(NotFound, match="lane 2 is not one"):
+            client.forward(3, hidden, experts, weights, lane=2)
+        service.lanes.append(FakeLane(2))
+        assert torch.equal(client.forward(3, hidden, experts, weights, lane=2), hidden * 2)
+
+
 def test_a_stream_goes_to_the_process_that_has_its_lane_now(service):
     hidden, experts, weights = (encode(plain(one, "rows")) for one in rows(2))
     choice = moe_pb2.Choice(ids=experts, weights=weights)

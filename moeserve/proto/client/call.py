@@ -142,7 +142,7 @@ class PartCall(Generic[L]):
         self._attempt += 1
         if self._asked:
             self._call.lanes.failed(self._asked, error)
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable) or error.reason == "no_lane":  # which may be there by now
             self._call.lanes.doubt(self._topology)
 
     @property
