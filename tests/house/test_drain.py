@@ -41,7 +41,7 @@ def test_calls_under_way_are_answered_and_no_other_is_taken(checkpoint_path: Pat
                 time.sleep(0.01)
             stopping = threading.Thread(target=house.stop)
             stopping.start()
-            while not house.head.coordinator.draining and time.monotonic() < until:
+            while not house.head.coordinator.stopping.reason and time.monotonic() < until:
                 time.sleep(0.01)
             with (
                 MoeClient(house.address, timeout=Patience(SECONDS, attempts=1)) as late,
@@ -72,7 +72,7 @@ def test_calls_on_their_way_when_the_service_is_told_to_stop_are_answered(
             stopping = threading.Thread(target=house.stop)
             stopping.start()
             until = time.monotonic() + SECONDS
-            while not house.head.coordinator.draining and time.monotonic() < until:
+            while not house.head.coordinator.stopping.reason and time.monotonic() < until:
                 time.sleep(0.01)
             expected = alone.forward(1, *batch)
             for stub in stubs:

@@ -25,7 +25,7 @@ from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
-from moeserve.runtime.doors.payloads.regions import Hold
+from moeserve.runtime.doors.payloads.region import Hold
 from moeserve.runtime.doors.payloads.registration import Registrar
 from moeserve.runtime.rank.runs.host_memory import HostMemory
 from moeserve.runtime.rank.runs.mail import Mail

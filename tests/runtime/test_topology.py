@@ -127,6 +127,6 @@ def test_lanes_that_are_away_take_no_calls(coordinator: Coordinator, front: Fron
 
 def test_status_says_that_the_service_stops(coordinator: Coordinator, front: FrontDoor) -> None:
     context: Any = None
-    coordinator.draining = "the service is stopping"
+    coordinator.stopping.reason = "the service is stopping"
     assert front.GetTopology(moe_pb2.GetTopologyRequest(), context).reason == "the service is stopping"
     assert front.GetStatus(moe_pb2.GetStatusRequest(), context).reason == "the service is stopping"

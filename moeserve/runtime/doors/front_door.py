@@ -144,9 +144,9 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
         """What callers find: no lane that is to leave, and none at all once the service is to stop."""
-        found, draining = self._with_lanes(), self._coordinator.draining
+        found, draining = self._with_lanes(), self._coordinator.stopping.reason
         leave_out(found, self._leaving())
-        if draining and not self._coordinator.reopened:
+        if draining and not self._coordinator.stopping.reopened:
             del found.lanes[:]
             found.serving, found.reason = False, draining
         return found
@@ -258,7 +258,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         ]
         return moe_pb2.GetStatusReply(
             state=progress.state,
-            reason=self._coordinator.draining or progress.reason,
+            reason=self._coordinator.stopping.reason or progress.reason,
             generation=progress.generation,
             epoch=epoch.number,
             steps=progress.steps,

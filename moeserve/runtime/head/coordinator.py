@@ -30,6 +30,7 @@ from moeserve.runtime.head.member_messages import MemberMessages
 from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.placing.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.head.reception import RankProcess, Reception, Refusal, Seat
+from moeserve.runtime.head.stopping import STOPPING, Stopping
 from moeserve.runtime.head.told import Told
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.ordering.sequencer import StepPace
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25  # at most between looks whether a step stands still: nobody is woken when one begins
 
-STOPPING = "the service is stopping"
 
 TURN_LOOK_SECONDS = 0.05  # between looks whether members have joined, and read what they lack
 
@@ -93,9 +93,8 @@ class Coordinator:
         self._reception = Reception(at, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self._recovering: Recovering | None = None  # of a head that has started again
-        self.draining = ""  # why lanes take no further call, though the group serves
-        self.reopened = False  # though they are to take no further call they do, for some time
         self._draining = Draining(self._group)
+        self.stopping = Stopping(self._group, self.generations, self._draining, lambda: self._recovers)
         self.resizing = Resizing(self._group, self.generations, self._draining.drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
@@ -179,45 +178,6 @@ class Coordinator:
         with self._lock:
             if not self.generations.ended:
                 self.generations.set_state("failed", reason)
-
-    def drain(self, seconds: float, reason: str = STOPPING) -> bool:
-        """Has lanes begin no further call, and waits until those that have begun are over.
-
-        Steps go on meanwhile. A head that recovers waits for the end of that first: lanes hold calls. Returns
-        whether all ended within `seconds`; it does not wait on once a lane is lost with its calls.
-        """
-        until = time.monotonic() + seconds
-        with self._lock:
-            if self._recovers:
-                self._lock.wait_for(lambda: not self._recovers or self.generations.ended, seconds)
-                self._draining.note_lanes()
-            if not self.generations.holds:
-                return True
-            left = max(0.0, until - time.monotonic())
-            log.info("lanes take no further call, and have %.3g s for those under way: %s", left, reason)
-            self._draining.begin(left, reason)
-            draining, group = self._draining, self.generations
-            self._lock.wait_for(lambda: draining.over or draining.lost or not group.holds, left)
-            return draining.over and not draining.lost
-
-    def note_lanes(self) -> None:
-        """From now on `take_again` is for the calls of lanes that are lost."""
-        with self._lock:
-            self._draining.note_lanes()
-
-    def wait_lost(self, seconds: float) -> None:
-        """Returns after so many seconds, and at once where a lane is lost with the calls under way there."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._draining.lost or self.generations.ended, seconds)
-
-    def take_again(self) -> list[int]:
-        """Where lanes are lost with the calls under way there, has all others take calls again; which."""
-        with self._lock:
-            lost = self._draining.lost if self.generations.holds else []
-            if lost:
-                self._draining.take_again()
-            self.reopened = bool(lost)
-            return lost
 
     def set_log_levels(self, levels: Mapping[str, str]) -> None:
         """Has every member, also those that connect later, set its loggers' levels."""
@@ -354,7 +314,7 @@ class Coordinator:
         if self._recovering is not None and self._recovering.drained(rank, seat):
             return
         self._draining.ended(rank)
-        if not (self.draining or self._draining.begun or rank in self.resizing.draining):
+        if not (self.stopping.reason or self._draining.begun or rank in self.resizing.draining):
             self.generations.given_up(seat.process(rank), DRAINED)
 
     def _keep_pace(self) -> None:

@@ -23,11 +23,12 @@ from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, HeldEndpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
+from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
+from moeserve.runtime.head.stopping import STOPPING
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import HeldPort, reached_at
 from moeserve.runtime.launch.watch import ProcessWatch
@@ -37,6 +38,7 @@ from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
+from moeserve.runtime.telemetry.log_levels import LogLevels
 from moeserve.runtime.telemetry.probes import Probes
 
 log = logging.getLogger(__name__)
@@ -101,11 +103,11 @@ class HeadProcess:
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
-        turnover.busy = lambda: self.rebalancer.moves or bool(self.coordinator.draining)
+        turnover.busy = lambda: self.rebalancer.moves or bool(self.coordinator.stopping.reason)
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.why_not = lambda: (
-            self.coordinator.draining or why_not_serving(self.coordinator.progress())
+            self.coordinator.stopping.reason or why_not_serving(self.coordinator.progress())
         )
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
@@ -175,7 +177,7 @@ class HeadProcess:
         ends the group. Calls on their way to a lane are taken for `server.leaving_seconds`.
         """
         self.rebalancer.stop()
-        self.coordinator.note_lanes()
+        self.coordinator.stopping.note_lanes()
         until = time.monotonic() + self._drain_seconds
         while not (ended := self._drained(until)) and self._take_again(until - time.monotonic()):
             pass
@@ -195,37 +197,37 @@ class HeadProcess:
         self._leave(STOPPING)
         while self._endpoint.busy and time.monotonic() < until - self._drain_seconds / 2:
             time.sleep(LOOK_SECONDS)  # what the front door has begun, lanes have yet to
-        return self.coordinator.drain(max(0.0, until - time.monotonic()), STOPPING)
+        return self.coordinator.stopping.drain(max(0.0, until - time.monotonic()), STOPPING)
 
     def _take_again(self, left: float) -> bool:
         """Has the others take calls again for a moment where a rank has died meanwhile: those under way on
         its lane broke, and their callers look for another. Whether one has.
         """
-        if left <= 0 or not (lost := self.coordinator.take_again()):
+        if left <= 0 or not (lost := self.coordinator.stopping.take_again()):
             return False
         seconds = min(AGAIN_SECONDS, left / 2)
         log.warning("lanes take calls again for %.2g s: ranks %s are lost with theirs", seconds, lost)
         self._endpoint.drain("")
         self._front.drain("")
         time.sleep(seconds)
-        self.coordinator.reopened = False
+        self.coordinator.stopping.reopened = False
         return True
 
     def _leave(self, reason: str) -> None:
         """Callers find no lane any more, and probes say so; soon the front door begins no further call."""
         with self._telling:
-            self.coordinator.draining = reason
+            self.coordinator.stopping.reason = reason
             self._endpoint.set_serving(serving=False)
         if self._probes is not None:
             self._probes.tell()
         if self.coordinator.progress().state == "serving":
-            self.coordinator.wait_lost(self._leaving_seconds)
+            self.coordinator.stopping.wait_lost(self._leaving_seconds)
         self._endpoint.drain(reason)
         self._front.drain(reason)
 
     def _changed(self, progress: Progress) -> None:
         with self._telling:  # the group may form again while the service drains: nobody is to come then
-            serving = progress.state == "serving" and not self.coordinator.draining
+            serving = progress.state == "serving" and not self.coordinator.stopping.reason
             self._endpoint.set_serving(serving=serving)
         self._telemetry.set_progress(progress)
         if self._probes is not None:
@@ -244,27 +246,6 @@ def _ports(config: Config, start: HeadStart | None) -> tuple[int, int, int]:
     if start is None:
         return config.server.port, config.server.metrics_port, config.server.health_port
     return start.port, start.metrics_port, start.health_port
-
-
-class LogLevels:
-    """The levels that an operator sets while the service runs, of loggers of the head and of every member."""
-
-    def __init__(self, level: str, coordinator: Coordinator) -> None:
-        self._levels = {logs.OWN: level}
-        self._coordinator = coordinator
-        self._lock = threading.Lock()
-
-    def set(self, logger: str, level: str) -> Mapping[str, str]:
-        """Sets a logger's level everywhere; an empty level changes nothing. Returns the level of each logger
-        that was set. Raises ValueError naming what is wrong.
-        """
-        with self._lock:
-            if level:
-                levels = self._levels | dict([logs.checked_level(logger, level)])
-                logs.set_levels(levels)
-                self._levels = levels
-                self._coordinator.set_log_levels(levels)
-            return dict(self._levels)
 
 
 def why_not_serving(progress: Progress) -> str:

@@ -242,7 +242,7 @@ class _RankProcess:
                 passes.connections, passes.spin_seconds, door, served.dtype, observe
             )
             door.offer_connection = self._endpoint.data_connections(spec.host, door, self._regions, own)
-        self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
+        self.member.drain.on_drain, self.member.drain.doors_busy = self._drain, lambda: self._endpoint.busy
         self.member.changes.on_epoch = self._epoch_adopted
         self.member.on_log_levels = logs.SetLevels()
         logs.tell_where(lambda: self.member.where)

@@ -250,7 +250,7 @@ def test_what_a_lane_said_of_an_earlier_scale_does_not_count_when_the_service_st
     members[2].say("loaded", bytes_read=0, weight_bytes=0)
     form_again(members.values())
     coordinator.wait_serving(SECONDS)
-    stopped = beside(lambda: coordinator.drain(1.0))
+    stopped = beside(lambda: coordinator.stopping.drain(1.0))
     for seat in (0, 1):
         members[seat].until("drain")
         members[seat].say("drained")

@@ -393,7 +393,7 @@ def test_a_service_that_is_told_to_stop_while_a_member_is_lost_finishes_its_call
 ) -> None:
     members = serving(coordinator, MEMBERS)
     stopped: list[bool] = []
-    stopping = threading.Thread(target=lambda: stopped.append(coordinator.drain(30.0)))
+    stopping = threading.Thread(target=lambda: stopped.append(coordinator.stopping.drain(30.0)))
     stopping.start()
     for one in members.values():
         one.entry("drain")

@@ -113,7 +113,7 @@ def test_who_backs_off_and_who_drains_is_a_line(coordinator: Coordinator, said: 
         one.stream.close()
     until(lambda: not coordinator.seats())
     serving(coordinator, MEMBERS)
-    assert not coordinator.drain(0.05)
+    assert not coordinator.stopping.drain(0.05)
     said("lanes take no further call, and have 0.0")  # 0.05 s, or what a busy machine has left of them
     said(" s for those under way: the service is stopping")
 

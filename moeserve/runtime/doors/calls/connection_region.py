@@ -11,7 +11,8 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.transports.frames import fresh_room
 from moeserve.proto.transports.shared_memory import aligned, region_size
 from moeserve.runtime.doors.payloads.errors import RegionLimit, UnknownRegion
-from moeserve.runtime.doors.payloads.regions import Hold, Regions
+from moeserve.runtime.doors.payloads.region import Hold
+from moeserve.runtime.doors.payloads.regions import Regions
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from moeserve.proto.passes.futex import Words
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence
 from moeserve.proto.texts import clipped
 from moeserve.runtime.doors.passes.turns import Company
-from moeserve.runtime.doors.payloads.regions import Hold
+from moeserve.runtime.doors.payloads.region import Hold
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from moeserve.proto.tensors import TensorError, as_torch
 from moeserve.runtime.doors.calls.rows import Held, RowAdmission
 from moeserve.runtime.doors.deadlines import Observe
 from moeserve.runtime.doors.failures import status_of
-from moeserve.runtime.doors.payloads.regions import Hold
+from moeserve.runtime.doors.payloads.region import Hold
 from moeserve.runtime.doors.request import check_ids
 from moeserve.runtime.errors import CallerLeft, GroupUnavailable, LaneFull
 from moeserve.runtime.rank.lanes.lane import Lane

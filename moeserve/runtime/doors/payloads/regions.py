@@ -14,22 +14,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 
 from moeserve.proto.tensors import TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.payloads.handover import Handover, TakeCall
 from moeserve.runtime.doors.payloads.memory import named_memory, sealed_memory
-from moeserve.runtime.doors.payloads.registration import Registrar, Registration
+from moeserve.runtime.doors.payloads.region import Held, Hold, Region, ViewsKey
+from moeserve.runtime.doors.payloads.registration import Registrar
 
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 10.0
-ViewsKey = tuple[object, ...]
-"""What a call says of its rows, and of where it wants its answer."""
-
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 MOST_VIEWS = 64  # that one region's calls are given again without making them
 
@@ -58,68 +55,6 @@ class RegionStatus:
     maker: str
 
 
-@dataclass
-class _Region:
-    name: str
-    public: str
-    memory: memoryview
-    descriptor: int | None
-    maker: str = ""
-    made: float = field(default_factory=time.monotonic)
-    claimed: bool = False
-    leases: int = 0
-    holds: int = 0
-    released: bool = False
-    registration: Registration | None = None  # with the device; a region by name has none
-    on_device: bool = False  # the device is this host, and the memory stays as large as it is
-    views: dict[ViewsKey, tuple["_Region", object]] = field(default_factory=dict)  # see `Regions.remember`
-    viewed_with: dict[str, "_Region"] = field(default_factory=dict)  # those whose `views` name this one
-    when_left: dict[object, Callable[[], object]] = field(default_factory=dict)  # see `Regions.when_left`
-
-    @property
-    def reached(self) -> bool:
-        """Whether the device reads and writes the memory in place."""
-        return self.on_device or self.registration is not None
-
-
-class Hold:
-    """Part of a region, kept mapped and listed as in use until closed. `memory` is writable bytes."""
-
-    def __init__(self, regions: "Regions", region: _Region, memory: memoryview) -> None:
-        self.memory = memory
-        self.reached = region.reached  # the device reads and writes it in place
-        self._regions = regions
-        self.region: _Region | None = region  # None: it is held no more
-
-    def close(self) -> None:
-        """Ends the hold; a second time does nothing."""
-        region, self.region = self.region, None
-        if region is not None:
-            self._regions.unhold(region)
-
-    def __enter__(self) -> memoryview:
-        return self.memory
-
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Held:
-    """Two regions that a call holds; the same one twice where its answer goes to where its rows came from."""
-
-    def __init__(self, regions: "Regions", held: "tuple[_Region, _Region]") -> None:
-        self._regions = regions
-        self._held: tuple[_Region, _Region] | None = held
-
-    def close(self) -> None:
-        """Ends both holds; a second time does nothing."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._regions.unhold(*held)
-
-
 class Regions:
     """Keeps all regions of this process. Every method may be called from any thread.
 
@@ -141,7 +76,7 @@ class Regions:
         self.limits = limits or RegionLimits()
         self._registrar, self._on_device = registrar, on_device
         self._lock = threading.Lock()
-        self._regions: dict[str, _Region] = {}
+        self._regions: dict[str, Region] = {}
         self._bytes = 0
         self._count = 0
         self._made = 0
@@ -182,7 +117,7 @@ class Regions:
             self._made += 1
             public = f"region-{self._made}"
             name = f"{public}-{secrets.token_hex(16)}"
-            self._regions[name] = _Region(
+            self._regions[name] = Region(
                 name, public, memory, descriptor, maker, registration=registered, on_device=self._on_device
             )
             self._regions[name].claimed = own
@@ -206,7 +141,7 @@ class Regions:
                 taken = {other for region in self._regions.values() for other in (region.name, region.public)}
                 if name in taken:
                     raise TensorError("name", f"{name!r} is registered already; release it first")
-                self._regions[name] = _Region(name, name, memory, None)
+                self._regions[name] = Region(name, name, memory, None)
         except BaseException:
             self._give_back(size)
             raise
@@ -244,7 +179,7 @@ class Regions:
             region = self._regions.get(name)
             return region is not None and region.reached
 
-    def unhold(self, *regions: _Region) -> None:
+    def unhold(self, *regions: Region) -> None:
         """Ends a hold on each; what `Hold.close` calls."""
         with self._lock:
             for region in regions:
@@ -375,7 +310,7 @@ class Regions:
             self._count -= 1
             self._bytes -= size
 
-    def _forget(self, region: _Region) -> None:
+    def _forget(self, region: Region) -> None:
         del self._regions[region.name]
         region.released = True
         _forget_views(region)  # they would keep it mapped, as would those of calls with their answers here
@@ -387,7 +322,7 @@ class Regions:
             self._handover.end(region.name)
         self._reclaim_if_idle(region)
 
-    def _reclaim_if_idle(self, region: _Region) -> None:
+    def _reclaim_if_idle(self, region: Region) -> None:
         """Drops the mapping by dropping the reference: a tensor that still views it keeps it mapped.
 
         One that is registered with the device is dropped when it is so no more, which may take a while.
@@ -411,7 +346,7 @@ def _take_back(acts: dict[object, Callable[[], object]], entry: object) -> None:
     acts.pop(entry, None)
 
 
-def _forget_views(rows: _Region) -> None:
+def _forget_views(rows: Region) -> None:
     """Lets go of all views that calls with their rows in `rows` were given."""
     for answer, _ in rows.views.values():
         answer.viewed_with.pop(rows.name, None)

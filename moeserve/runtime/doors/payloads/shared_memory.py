@@ -4,7 +4,8 @@ from torch import Tensor
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import Spec, TensorError, as_torch, describe_into
-from moeserve.runtime.doors.payloads.regions import Hold, Regions
+from moeserve.runtime.doors.payloads.region import Hold
+from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.payloads.transport import Lent, Room, TransportEntry
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import Spec
-from moeserve.runtime.doors.payloads.regions import Hold, Regions
+from moeserve.runtime.doors.payloads.region import Hold
+from moeserve.runtime.doors.payloads.regions import Regions
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.announcing import Announcing
 from moeserve.runtime.rank.member.changes import MemberChanges
+from moeserve.runtime.rank.member.draining import MemberDrain
 from moeserve.runtime.rank.member.entries import Entries
 from moeserve.runtime.rank.member.generation import MemberGeneration
 from moeserve.runtime.rank.member.held_epoch import HeldEpoch
@@ -47,7 +48,6 @@ from moeserve.runtime.step import Announcement, StepRecord
 log = logging.getLogger(__name__)
 
 GLANCE_SECONDS = 3e-5  # between two looks at lanes and steps under way, while jobs of several callers flow
-DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ALWAYS = ("abort", "load", "held", "act")  # entries that count in every generation
 
 
@@ -77,6 +77,7 @@ class Member:
         self._generation = MemberGeneration(rank, group)
         self.steps = MemberSteps(rank, lane, self._tell, observe)
         self.changes = MemberChanges(self._held, self.steps.drain, self._tell)
+        self.drain = MemberDrain(lane, self._tell)
         self._restoring = Restoring(
             lambda: Copier(0.0, rank.device, "restoring"), self._held.restore, self._tell
         )
@@ -93,7 +94,7 @@ class Member:
             "company": lambda message: self.order.on_company(),
             "steady": self.order.steady,
             "stored": group.answered,
-            "drain": self._see_drain,
+            "drain": self.drain.told,
         }
         first = {"abort": self._see_abort, "prepare": self._see_prepare}
         self._receiving = Receiving(rank.index, stream, self._entries, at_once, first)
@@ -112,12 +113,9 @@ class Member:
         self._attends = False  # this thread looks after lanes, and has not said that it does no more
         self._look: Callable[[], None] = lambda: None
         self._looks_no_more: Callable[[], None] = lambda: None
-        self._drains: Message | None = None  # the last word on whether calls are taken
         self.joined = False  # steps can be launched
         self.before_entry: Callable[[], None] = lambda: None  # what comes next is no run of a pass
         self.closed_layers = frozenset[int]()  # decoder indices, that members still read
-        self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
-        self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
         # once the head's stream has ended: whether a head is there again that has taken this member's hello
         self.come_back: Callable[[], bool] = lambda: False
 
@@ -261,29 +259,6 @@ class Member:
             self._lane.wait_for_layers(closed)
         self.order.close_layers(closed)
         self.on_layers(not closed)
-
-    def _see_drain(self, message: Message) -> None:
-        """Takes no further call, or takes calls again where there is no reason for that any more."""
-        self._drains = message
-        if self._lane is not None:
-            self.on_drain(message["reason"])
-            if not message["reason"]:
-                self._lane.drain("")
-        if message["reason"]:
-            threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
-
-    def _drain(self, message: Message) -> None:
-        """Says when the calls under way have ended. It has a thread of its own, and steps go on meanwhile."""
-        if self._lane is not None:
-            until = time.monotonic() + message["seconds"]
-            while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
-                if self._drains is not message:
-                    return
-                time.sleep(DRAIN_LOOK_SECONDS)
-            if self._drains is not message:
-                return
-            self._lane.drain(message["reason"])
-        self._tell({"kind": "drained", "generation": message["generation"]})
 
     def _end_generation(self, reason: str, *, back: bool) -> None:
         """Ends the waits of the generation, whatever thread is in them; where the group comes `back`, the
