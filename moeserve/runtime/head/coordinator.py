@@ -145,7 +145,14 @@ class Coordinator:
         called before `start`. wanted: the seats that were to have a process; None: those of the first epoch.
         """
         with self._lock:
-            self._recovering = Recovering(self._group, self.generations, seconds, wanted, self._greet)
+            self._recovering = Recovering(
+                self._group,
+                self.generations,
+                seconds,
+                wanted,
+                self._greet,
+                lambda: bool(self.stopping.reason),
+            )
 
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""

@@ -66,6 +66,7 @@ class HeadStart:
     again: bool = False  # there was a head before, whose members come back
     wanted: frozenset[int] | None = None  # the ranks that were to have a process, as that one said last
     used: int = 1  # versions of the weights that were served: none of their numbers comes again
+    stopping: bool = False  # the service is about to stop
 
 
 class HeadProcess:
@@ -81,8 +82,7 @@ class HeadProcess:
         epoch = first_epoch(served)
         if start is not None and start.used > 1:
             epoch = replace(epoch, weights=("",) * start.used)
-        step, server = config.step, config.server
-        pace = StepPace.of(step)
+        server, pace = config.server, StepPace.of(config.step)
         self.token = secrets.token_hex(16) if start is None else start.token
         logs.hide(self.token)
         keys = Keys(config.keys, self.token)
@@ -158,6 +158,7 @@ class HeadProcess:
             )
             self.probes_address = reached_at(server.host, self._probes.port, host)
         if start is not None and start.again:
+            self.coordinator.stopping.reason = STOPPING if start.stopping else ""
             self.coordinator.recover(config.cluster.recover_seconds, start.wanted)
         self.coordinator.start()
         self.rebalancer.start()

@@ -207,7 +207,8 @@ class KeptHead:
     def _spawn(self) -> None:
         """Starts a head's process. Raises OSError or EOFError where this host starts none now."""
         mine, theirs = self._context.Pipe()
-        spec = replace(self._spec, living=self._living)
+        start = replace(self._spec.start, stopping=self._stopping.is_set())
+        spec = replace(self._spec, start=start, living=self._living)
         process = self._context.Process(
             target=run_head, args=(spec, theirs), name=f"{DEAF}-head", daemon=True
         )

@@ -309,7 +309,7 @@ def test_told_to_stop_while_it_recovers_a_head_lets_held_calls_end() -> None:
     with started_again() as head:
         members = {0: back(head, 0, 9, SECOND)}
         stopped: list[bool] = []
-        stopping = threading.Thread(target=lambda: stopped.append(head.drain(SECONDS)), daemon=True)
+        stopping = threading.Thread(target=lambda: stopped.append(head.stopping.drain(SECONDS)), daemon=True)
         stopping.start()
         members[1] = back(head, 1, 9, SECOND)
         for one in members.values():

@@ -170,11 +170,13 @@ class Recovering:
         seconds: float,
         wanted: Collection[int] | None = None,
         greet: Callable[[int, Seat], None] = lambda number, seat: None,
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         """wanted: seats that were to have a process, as the head before this one said; None: it did not.
-        greet: is called with each member that takes its seat.
+        greet: is called with each member that takes its seat. stops: whether the service is about to: then
+        members stay whose lanes take no call any more.
         """
-        self._group, self._generations, self._greet = group, generations, greet
+        self._group, self._generations, self._greet, self._stops = group, generations, greet, stops
         self._first = group.epoch
         self._wanted = self._first.members.seats if wanted is None else tuple(wanted)
         tell = generations.patience.prepare
@@ -228,7 +230,8 @@ class Recovering:
         """
         if self._recovery is None or not self._recovery.is_here(number, seat):
             return False
-        self._recovery.drained(number)
+        if not self._stops():
+            self._recovery.drained(number)
         return True
 
     def holds(self, number: int, seat: Seat, message: Message) -> None:
@@ -238,7 +241,7 @@ class Recovering:
         Raises KeyError, TypeError or ValueError where that is malformed, or of another service.
         """
         generation, epoch = held_from(message)
-        drained = message.get("drained") is True
+        drained = message.get("drained") is True and not self._stops()
         if self._recovery is not None:
             if self._recovery.is_here(number, seat):
                 self._recovery.holds(number, generation, epoch, drained=drained)
