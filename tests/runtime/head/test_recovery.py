@@ -207,6 +207,24 @@ def test_who_is_drained_only_after_it_has_told_is_started_again(recovered: bool)
         until(lambda: given_up == [777])
 
 
+@pytest.mark.parametrize("told_late", [False, True])
+def test_while_the_service_stops_who_was_drained_stays(told_late: bool) -> None:
+    """By the head before this one, which died as it stopped: all of its lanes are drained."""
+    with started_again() as head:
+        given_up = list[int]()
+        head.generations.parted.on_given_up = lambda process: given_up.append(process.pid)
+        head.stopping.reason = "the service is stopping"
+        members = {}
+        for number in (0, 1):
+            members[number] = FakeMember(head, number, again=True)
+            members[number].entry("welcome")
+            members[number].stream.send(held_message(9, SECOND, drained=not (number and told_late)))
+            if number and told_late:
+                members[1].stream.send({"kind": "drained", "generation": 9})
+        assert serves(head, members, SECOND) > 9
+        assert not given_up and head.seats().keys() == {0, 1}
+
+
 def test_who_comes_late_with_a_higher_epoch_takes_the_group_there() -> None:
     """Everybody else had died with the head before it heard of the change."""
     with started_again(0.2) as head:
