@@ -15,6 +15,7 @@ class Draining:
         self._told: Message | None = None  # what members were told, also those that come later
         self.drained = set[int]()  # seats whose calls have ended since
         self._noted: dict[int, Seat] = {}  # processes whose lanes may have calls under way
+        self._again = False  # lanes take calls again
 
     @property
     def begun(self) -> bool:
@@ -37,7 +38,7 @@ class Draining:
 
     def take_again(self) -> None:
         """Has lanes take calls again, until the next `begin`."""
-        self._told = None
+        self._told, self._again = None, True
         told = {"kind": "drain", "generation": self._group.generation, "reason": "", "seconds": 0.0}
         self._group.broadcast(told)
         self.note_lanes()
@@ -45,7 +46,7 @@ class Draining:
     def begin(self, seconds: float, reason: str) -> None:
         """Tells every member's lane to begin no further call, and how long those under way have."""
         told = {"kind": "drain", "generation": self._group.generation, "reason": reason}
-        self._told = told | {"seconds": seconds}
+        self._told, self._again = told | {"seconds": seconds}, False
         self.drained.clear()  # what lanes said of an earlier scale does not count
         self._group.broadcast(self._told)
 
@@ -58,5 +59,6 @@ class Draining:
     def ended(self, rank: int) -> None:
         """A member says that the calls on its lane have ended."""
         self.drained.add(rank)
-        self._noted.pop(rank, None)
+        if not self._again:  # else it was said before the lane took calls again, and came late
+            self._noted.pop(rank, None)
         self._group.lock.notify_all()

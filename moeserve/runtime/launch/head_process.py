@@ -5,6 +5,7 @@ whoever starts ranks knows of it.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -50,8 +51,6 @@ REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's call
 LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, beside step.timeout_seconds
 
 ENDED = ("failed", "stopped")  # states of a group that serves no more
-
-"""Hosts to listen on that no client can be told."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ class HeadProcess:
 
     def _drained(self, until: float) -> bool:
         """Refuses new calls, and waits for those under way; whether all have ended."""
-        self._leave(STOPPING)
+        self._leave(STOPPING, until)
         while self._endpoint.busy and time.monotonic() < until - self._drain_seconds / 2:
             time.sleep(LOOK_SECONDS)  # what the front door has begun, lanes have yet to
         return self.coordinator.stopping.drain(max(0.0, until - time.monotonic()), STOPPING)
@@ -214,15 +213,18 @@ class HeadProcess:
         self.coordinator.stopping.reopened = False
         return True
 
-    def _leave(self, reason: str) -> None:
-        """Callers find no lane any more, and probes say so; soon the front door begins no further call."""
+    def _leave(self, reason: str, until: float = math.inf) -> None:
+        """Callers find no lane any more, and probes say so; soon, and by `until`, the front door begins no
+        further call.
+        """
         with self._telling:
             self.coordinator.stopping.reason = reason
             self._endpoint.set_serving(serving=False)
         if self._probes is not None:
             self._probes.tell()
         if self.coordinator.progress().state == "serving":
-            self.coordinator.stopping.wait_lost(self._leaving_seconds)
+            left = max(0.0, until - time.monotonic())
+            self.coordinator.stopping.wait_lost(min(self._leaving_seconds, left))
         self._endpoint.drain(reason)
         self._front.drain(reason)
 
