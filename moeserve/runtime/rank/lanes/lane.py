@@ -63,7 +63,7 @@ class Lane:
 
     @property
     def drained(self) -> bool:
-        """Whether it never takes another job."""
+        """Whether it takes no other job until `drain` says that it does."""
         return self._draining is not None
 
     @property

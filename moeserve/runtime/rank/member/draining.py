@@ -19,6 +19,7 @@ class MemberDrain:
         """lane: None: this member takes no calls. tell: sends to the head."""
         self._lane, self._tell = lane, tell
         self._last: Message | None = None  # word on whether calls are taken
+        self._lock = threading.Lock()  # a lane that takes calls again is not drained for what was said before
         self.on_drain: Callable[[str], None] = lambda reason: (
             None
         )  # doors begin no further call; empty: they do
@@ -26,11 +27,13 @@ class MemberDrain:
 
     def told(self, message: Message) -> None:
         """Takes no further call, or takes calls again where there is no reason for that any more."""
-        self._last, reason = message, message["reason"]
+        reason = message["reason"]
+        with self._lock:
+            self._last = message
+            if self._lane is not None and not reason:
+                self._lane.drain("")
         if self._lane is not None:
             self.on_drain(reason)
-            if not reason:
-                self._lane.drain("")
         if reason:
             threading.Thread(target=self._end, args=(message,), name="drain", daemon=True).start()
 
@@ -42,7 +45,8 @@ class MemberDrain:
                 if self._last is not message:
                     return
                 time.sleep(LOOK_SECONDS)
-            if self._last is not message:
-                return
-            self._lane.drain(message["reason"])
+            with self._lock:
+                if self._last is not message:
+                    return
+                self._lane.drain(message["reason"])
         self._tell({"kind": "drained", "generation": message["generation"]})
