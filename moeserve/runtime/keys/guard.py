@@ -70,8 +70,11 @@ class Guard:
     def still(
         self, what: str, needed: Roles | None, bearer: str | None, names: Iterable[str], peer: str
     ) -> Callable[[], None]:
-        """What asks, of a caller that was let in, whether it would be now; as `check` raises."""
-        shown, granted = tuple(names), self.grants.version
+        """What asks, of a caller that was let in, whether it would be now; as `check` raises. It was let in
+        before this is called, perhaps by what another version granted: the first time is asked in any case.
+        """
+        shown = tuple(names)
+        granted: object = None
 
         def ask() -> None:
             nonlocal granted
