@@ -171,6 +171,20 @@ def test_a_loop_that_was_closed_within_a_call_leaves_a_connection_that_can_be_cl
     call._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
+def test_a_connection_whose_loop_ended_it_has_no_socket_and_can_be_closed() -> None:
+    """As with uvloop, which closes what is open in a loop, and gives no socket of it then."""
+
+    async def made() -> AsyncDataConnection:
+        return AsyncDataConnection()
+
+    loop = asyncio.new_event_loop()
+    one = loop.run_until_complete(made())
+    one._transport = asyncio.Transport()
+    loop.close()
+    one.close()
+    assert one.closed
+
+
 def test_a_lane_that_goes_is_told_at_once(ends: Ends) -> None:
     async def act() -> None:
         idle, busy = await ends.opened(), await ends.opened()

@@ -137,8 +137,10 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
             self._gone = self._gone or "another process made it"
         elif self._loop.is_closed():  # nobody who waits can be told any more; the lane can
             self._gone = self._gone or "its event loop is closed"
+            there = self._transport.get_extra_info("socket")  # None of uvloop, which ends all with itself
             with suppress(OSError):  # it has ended
-                self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+                if there is not None:
+                    there.shutdown(socket.SHUT_RDWR)
         elif self._loop is _running():
             self._lost("it was closed")
             self._transport.abort()
