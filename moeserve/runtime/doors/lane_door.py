@@ -231,7 +231,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         # over a data connection rows come from afar, and lie in a region of its own
         transport = "inline" if method == DATA_CONNECTION else transport_of(request)
         leave: Leave = _not_held
-        started_call = Started(self.leave)
+        of_region: Started | None = None
         taken_back: Callable[[], None] = _nothing
 
         def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
@@ -280,14 +280,16 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             return None
         if method == "ForwardStream" and request.HasField("output"):
             # a stream may carry others' calls, too: who gives one of them up lets go of where its answer goes
-            taken_back = self._regions.when_left(request.output.name, started_call.give_up)
+            of_region = Started(self.leave)
+            taken_back = self._regions.when_left(request.output.name, of_region.give_up)
         try:
             call = self._lane.submit(asked.batch, answer)
         except Exception as error:
             asked.close()
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None
-        started_call.take(call)
+        if of_region is not None:
+            of_region.take(call)
         return call
 
     def leave(self, call: LaneCall) -> None:
