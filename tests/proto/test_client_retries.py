@@ -320,3 +320,23 @@ def test_a_stream_goes_to_the_process_that_has_its_lane_now(service):
             stream.close()
             before, service.lanes[1] = service.lanes[1], FakeLane(1)
             before.stop()
+
+
+@pytest.mark.parametrize("asked", ["lane", "memory", "stream"])
+def test_while_the_front_door_is_away_what_was_found_serves_whoever_asks_for_what(client_of, service, asked):
+    """A lane that is not there, or a stream, has nobody else wait for the front door."""
+    hidden, experts, weights = rows(2)
+    with client_of(service.address, timeout=3.0) as client:
+        client.forward(3, hidden, experts, weights)
+        found = client._core.lanes.current if isinstance(client, MoeClient) else None
+        service.server.stop(0).wait()
+        if asked == "lane":
+            with pytest.raises(NotFound, match="lane 2 is not one"):
+                client.forward(3, hidden, experts, weights, lane=2)
+        elif asked == "memory":
+            with pytest.raises(NotFound, match="lane 2 is not one"):
+                client.allocate(2, (2, 4), "fp32")
+        elif isinstance(client, MoeClient):
+            client.stream(1).close()
+        assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+        assert found is None or client._core.lanes.current is found

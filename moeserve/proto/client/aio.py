@@ -18,7 +18,7 @@ from moeserve.proto.client.aio_link import AsyncLink
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_lane_named, check_options
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
-from moeserve.proto.client.lanes import ASK_SECONDS, check_serving
+from moeserve.proto.client.lanes import ASK_SECONDS, asking_for, check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows
 from moeserve.proto.credentials import Credentials
@@ -321,9 +321,10 @@ class AsyncMoeClient:
     async def _topology(self, clock: Clock) -> moe_pb2.GetTopologyReply:
         """The lanes as last found, or found now."""
         lanes = self._core.lanes
-        current = lanes.current
+        current = lanes.known()
         if current is not None:
             return current
+        before = lanes.current
         try:
             async with asyncio.timeout(clock.remaining):  # Python 3.11's wait_for may lose a cancellation
                 await self._finding.acquire()
@@ -331,11 +332,16 @@ class AsyncMoeClient:
             raise clock.expired() from None
         try:
             current = lanes.current
-            if current is None:
-                request = moe_pb2.GetTopologyRequest()
-                current = check_serving(
-                    await self._door.unary(self._door.front.GetTopology, request, clock.remaining)
-                )
+            if current is None or current is before:
+                request, seconds = moe_pb2.GetTopologyRequest(), asking_for(clock.remaining, before)
+                try:
+                    current = check_serving(
+                        await self._door.unary(self._door.front.GetTopology, request, seconds)
+                    )
+                except MoeError:
+                    if lanes.current is None:
+                        raise
+                    return lanes.current  # it serves as long
                 for gone in lanes.found(current):
                     await gone.close()
             return current

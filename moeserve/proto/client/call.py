@@ -142,8 +142,10 @@ class PartCall(Generic[L]):
         self._attempt += 1
         if self._asked:
             self._call.lanes.failed(self._asked, error)
-        if isinstance(error, Unavailable) or error.reason == "no_lane":  # which may be there by now
+        if isinstance(error, Unavailable):
             self._call.lanes.doubt(self._topology)
+        elif error.reason == "no_lane":  # which may be there by now
+            self._call.lanes.be_unsure()
 
     @property
     def answer(self) -> tuple[moe_pb2.ForwardReply, NDArray[Any]]:

@@ -55,6 +55,7 @@ class Lanes(Generic[L]):
         self._links: dict[str, L] = {}
         self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
         self._anew = math.inf  # when they are to be asked for
+        self._unsure = False  # they are to be asked for by the next call, which waits for that
         self._first = first
         self._home = first or 0  # the number of the lane at which a caller alone is
         self._under_way: dict[str, int] = {}  # calls by the address of the lane at which they began
@@ -147,6 +148,22 @@ class Lanes(Generic[L]):
             if self.current is topology:
                 self.current = None
 
+    def be_unsure(self) -> None:
+        """Has the next call ask anew, and wait for that, since there may be other lanes by now. What was
+        found serves until then, and on where the front door does not answer.
+        """
+        self._unsure = True
+
+    def known(self) -> moe_pb2.GetTopologyReply | None:
+        """What was said last; None where it is to be asked for, which is said to one of all while that serves
+        others.
+        """
+        if not self._unsure:
+            return self.current
+        with self._lock:
+            unsure, self._unsure = self._unsure, False
+            return None if unsure else self.current
+
     @contextmanager
     def relied_on(self, topology: moe_pb2.GetTopologyReply) -> Iterator[None]:
         """What fails inside since there is no such lane, or nobody answers there, has the next one ask anew:
@@ -154,8 +171,11 @@ class Lanes(Generic[L]):
         """
         try:
             yield
-        except (Unavailable, NotFound):
+        except Unavailable:
             self.doubt(topology)
+            raise
+        except NotFound:
+            self.be_unsure()
             raise
 
     def pick(self, topology: moe_pb2.GetTopologyReply, bound: int | None, start: int) -> moe_pb2.Lane:
@@ -199,6 +219,13 @@ class Lanes(Generic[L]):
 def message_limit(topology: moe_pb2.GetTopologyReply) -> int:
     """Bytes of the largest message that the lanes take."""
     return topology.max_message_bytes or MAX_MESSAGE_BYTES
+
+
+def asking_for(seconds: float, before: moe_pb2.GetTopologyReply | None) -> float:
+    """How long the front door is asked for the lanes, of so many seconds. before: what serves where it gives
+    no answer.
+    """
+    return seconds if before is None else min(seconds, ASK_SECONDS)
 
 
 def check_serving(topology: moe_pb2.GetTopologyReply) -> moe_pb2.GetTopologyReply:

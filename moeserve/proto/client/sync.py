@@ -24,7 +24,7 @@ from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, chec
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.inline_before import Batch, InlineAgain, InlineBefore, Known
-from moeserve.proto.client.lanes import ASK_SECONDS, check_serving
+from moeserve.proto.client.lanes import ASK_SECONDS, asking_for, check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import ForwardStream
@@ -166,7 +166,7 @@ class MoeClient:
     def stream(self, lane: int) -> ForwardStream:
         """A stream of one's own to a lane, for requests made by hand; the caller closes it."""
         clock, lanes = self._core.clock(None), self._core.lanes
-        lanes.doubt(lanes.current)  # requests made by hand tell nobody that another process has the lane
+        lanes.be_unsure()  # requests made by hand tell nobody that another process has the lane
         topology = self._patiently(clock, lambda: self._topology(clock))
         return lanes.link(topology, lanes.pick(topology, lane, 0)).streams.take()
 
@@ -370,18 +370,22 @@ class MoeClient:
     def _topology(self, clock: Clock) -> moe_pb2.GetTopologyReply:
         """The lanes as last found, or found now."""
         lanes = self._core.lanes
-        current = lanes.current
+        current = lanes.known()
         if current is not None:
             return current
+        before = lanes.current
         if not self._finding.acquire(timeout=clock.remaining):
             raise clock.expired()
         try:
             current = lanes.current
-            if current is None:
-                request = moe_pb2.GetTopologyRequest()
-                current = check_serving(
-                    self._door.unary(self._door.front.GetTopology, request, clock.remaining)
-                )
+            if current is None or current is before:
+                request, seconds = moe_pb2.GetTopologyRequest(), asking_for(clock.remaining, before)
+                try:
+                    current = check_serving(self._door.unary(self._door.front.GetTopology, request, seconds))
+                except MoeError:
+                    if lanes.current is None:
+                        raise
+                    return lanes.current  # it serves as long
                 for gone in lanes.found(current):
                     gone.close()
             return current
