@@ -139,7 +139,8 @@ class Config:
         check_spares(self.cluster)
         check_spin(self.passes)
         room = max(self.members.max_lanes, self.members.max_owners)
-        check_ports(self.server, max(self.parallel.mesh.ranks, room))
+        local = self.cluster.launcher == "local"
+        check_ports(self.server, max(self.parallel.mesh.ranks, room), beside=local)
         check_load_as(self.model.load_as)
         check_keys(self.keys, self.server.host)
         return self

@@ -176,9 +176,9 @@ def check_spares(cluster: ClusterConfig) -> None:
         )
 
 
-def check_ports(server: ServerConfig, ranks: int) -> None:
+def check_ports(server: ServerConfig, ranks: int, *, beside: bool) -> None:
     """gRPC takes a port over 65535 modulo 65536, and would listen at another one than was said. ranks: with
-    those that there is room for.
+    those that there is room for. beside: all of them are on the head's host.
     """
     port, first = server.port, server.metrics_port
     if not 0 <= port <= LAST_PORT:
@@ -195,7 +195,7 @@ def check_ports(server: ServerConfig, ranks: int) -> None:
         )
     for name in ("port", "health_port"):
         taken = getattr(server, name)
-        if 0 < first <= taken <= last:
+        if 0 < first <= taken <= (last if beside else first):
             whose = "the head's" if taken == first else f"rank {taken - first - 1}'s"
             raise ConfigError(
                 f"server.{name} = {taken} is {whose} port for metrics: server.metrics_port = {first} takes "

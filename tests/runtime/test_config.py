@@ -105,7 +105,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
             "server.metrics_port = 65533 must be .* leave room up to 65535 .* each of 4 ranks",
         ),
         (
-            {"server.port": 9401, "parallel.data_parallel_size": 2},
+            {"cluster.launcher": "local", "server.port": 9401, "parallel.data_parallel_size": 2},
             "server.port = 9401 is rank 0's port for metrics: server.metrics_port = 9400 takes 9400 to 9402",
         ),
         ({"server.health_port": 9400}, "server.health_port = 9400 is the head's port for metrics"),

@@ -214,9 +214,7 @@ class HeadProcess:
         return True
 
     def _leave(self, reason: str, until: float = math.inf) -> None:
-        """Callers find no lane any more, and probes say so; soon, and by `until`, the front door begins no
-        further call.
-        """
+        """Callers find no lane, and probes say so; soon, and by `until`, the door begins no further call."""
         with self._telling:
             self.coordinator.stopping.reason = reason
             self._endpoint.set_serving(serving=False)

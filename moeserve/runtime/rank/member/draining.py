@@ -20,9 +20,8 @@ class MemberDrain:
         self._lane, self._tell = lane, tell
         self._last: Message | None = None  # word on whether calls are taken
         self._lock = threading.Lock()  # a lane that takes calls again is not drained for what was said before
-        self.on_drain: Callable[[str], None] = lambda reason: (
-            None
-        )  # doors begin no further call; empty: they do
+        # doors begin no further call; without a reason they do again
+        self.on_drain: Callable[[str], None] = lambda reason: None
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
 
     def told(self, message: Message) -> None:
