@@ -50,6 +50,10 @@ class _Reflection(reflection.ReflectionServicer):  # type: ignore[misc]  # grpc 
         finally:
             self._late.remove(late)
 
+    def close(self) -> None:
+        """Ends what ends streams; the server has stopped."""
+        self._late.close()
+
 
 class Endpoint:
     """Serves the services of `servicers`; calls of the contract's other services end with `elsewhere`.
@@ -83,7 +87,8 @@ class Endpoint:
         self._services = register(self._server, servicers, elsewhere, self._calling)
         self._server.add_generic_rpc_handlers((self._health_handler(),))
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        add_ServerReflectionServicer_to_server(_Reflection(names, limits.request_seconds), self._server)
+        self._reflection = _Reflection(names, limits.request_seconds)
+        add_ServerReflectionServicer_to_server(self._reflection, self._server)
         self.set_serving(serving=False)
 
     def _health_handler(self) -> grpc.GenericRpcHandler:
@@ -152,6 +157,7 @@ class Endpoint:
         if self._data is not None:
             self._data.close()
         self._calling.close()
+        self._reflection.close()
 
 
 class HeldEndpoint(Endpoint):
