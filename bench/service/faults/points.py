@@ -39,7 +39,7 @@ ENTERED = {
     "in a step": ("moeserve.runtime.rank.experts", "RankExperts", "compute"),
     "preparing a move": ("moeserve.runtime.rank.weights.mover", "Mover", "_copied_from"),
     "committing a move": ("moeserve.runtime.rank.weights.mover", "Mover", "commit"),
-    "draining": ("moeserve.runtime.rank.member.member", "Member", "_drain"),
+    "draining": ("moeserve.runtime.rank.member.draining", "MemberDrain", "_end"),
 }
 """Points by name: module, class and method; what is armed happens when the method is entered."""
 
