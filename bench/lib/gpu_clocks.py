@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from bench.lib.children import end
+
 EVERY_MS = 50
 END_SECONDS = 5.0
 ASKED = ("clocks.sm", "power.draw")  # MHz, W
@@ -50,12 +52,7 @@ class GpuClocks:
     def __exit__(self, *ended: object) -> None:
         if self._process is None:
             return
-        self._process.terminate()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process, END_SECONDS)
         self._thread.join(END_SECONDS)
 
     def _read(self) -> None:

@@ -32,17 +32,22 @@ def until(true: Callable[[], object], service: Service) -> None:
         time.sleep(0.01)
 
 
+def patient(folder: Path, leaving_seconds: float) -> str:
+    """The path of a configuration by which a rank may stand still, and calls under way have long."""
+    made = folder / "service.toml"
+    made.write_text(
+        f"[server]\ndrain_seconds = {SECONDS}\nleaving_seconds = {leaving_seconds}\n"
+        f"[cluster]\nstopped_seconds = 0.0\n[step]\ntimeout_seconds = {SECONDS}\n"
+    )
+    return str(made)
+
+
 @pytest.mark.parametrize("dies", ["moeserve-head", "moeserve-rank1", ""])
 def test_a_call_under_way_is_answered_though_a_process_dies_while_the_service_stops(
     tmp_path: Path, checkpoint_path: Path, alone: Alone, dies: str
 ) -> None:
-    patient = tmp_path / "service.toml"
-    patient.write_text(
-        f"[server]\ndrain_seconds = {SECONDS}\nleaving_seconds = 0.0\n"
-        f"[cluster]\nstopped_seconds = 0.0\n[step]\ntimeout_seconds = {SECONDS}\n"
-    )
     batch = alone.batch(8, seed=3)
-    with served(tmp_path, checkpoint_path, str(patient), *EP2) as service:
+    with served(tmp_path, checkpoint_path, patient(tmp_path, 0.0), *EP2) as service:
         with MoeClient(service.address) as client:
             lane = next(one.address for one in client.topology().lanes if one.rank == 0)
             slow = service.named("moeserve-rank1")
@@ -70,13 +75,8 @@ def test_a_call_under_way_is_answered_though_a_process_dies_while_the_service_st
 def test_calls_on_the_lane_of_a_rank_that_dies_while_the_service_stops_go_to_another(
     tmp_path: Path, checkpoint_path: Path, alone: Alone, leaving_seconds: float
 ) -> None:
-    patient = tmp_path / "service.toml"
-    patient.write_text(
-        f"[server]\ndrain_seconds = {SECONDS}\nleaving_seconds = {leaving_seconds}\n"
-        f"[cluster]\nstopped_seconds = 0.0\n[step]\ntimeout_seconds = {SECONDS}\n"
-    )
     batch = alone.batch(8, seed=3)
-    with served(tmp_path, checkpoint_path, str(patient), *EP2) as service:
+    with served(tmp_path, checkpoint_path, patient(tmp_path, leaving_seconds), *EP2) as service:
         with MoeClient(service.address, timeout=SECONDS) as client, ThreadPoolExecutor(2) as pool:
             client.forward(1, *batch)
             slow = service.named("moeserve-rank1")

@@ -29,6 +29,7 @@ from engine_models import (
 from houses import house_config
 from processes import descendants_of, gone
 
+from bench.lib.children import end
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -212,12 +213,7 @@ class Server:
 
     def __exit__(self, *ended: object) -> None:
         children = descendants_of(self.process.pid)
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process, STOP_SECONDS)
         if not gone(children, 10):
             for child in children:
                 with contextlib.suppress(ProcessLookupError):

@@ -20,6 +20,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from bench.lib.children import end
+
 CACHE = Path(__file__).parents[2] / ".cache" / "prometheus"
 APT_SECONDS = 120
 READY_SECONDS = 20
@@ -117,12 +119,7 @@ class Prometheus:
 
     def __exit__(self, *ended: object) -> None:
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end(self._process, 10)
 
     def _ready(self) -> bool:
         try:

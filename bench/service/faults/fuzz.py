@@ -41,6 +41,7 @@ import torch
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
+from bench.lib.children import end
 from bench.lib.held import Held
 from bench.lib.mutations import Mutations
 from bench.lib.record import Result, write
@@ -117,11 +118,7 @@ class Service:
 
     def close(self) -> None:
         """Ends it as an operator does."""
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        end(self.process, 60)
         self._log.close()
 
 

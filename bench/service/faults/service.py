@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench.lib.children import end
 from bench.lib.record import ROOT
 from bench.service.faults.points import environment, rank_processes
 from moeserve.proto.client import MoeClient
@@ -58,13 +59,7 @@ class Service:
         """Tells the service to stop; seconds until its process has ended, which is killed if it does not."""
         assert self._process is not None
         began = time.monotonic()
-        if self._process.poll() is None:
-            self._process.terminate()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process, END_SECONDS)
         return time.monotonic() - began
 
     def log(self, after: int = 0) -> str:

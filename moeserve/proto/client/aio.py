@@ -338,10 +338,8 @@ class AsyncMoeClient:
                     current = check_serving(
                         await self._door.unary(self._door.front.GetTopology, request, seconds)
                     )
-                except MoeError:
-                    if lanes.current is None:
-                        raise
-                    return lanes.current  # it serves as long
+                except MoeError as failed:
+                    return lanes.goes_on(failed)
                 for gone in lanes.found(current):
                     await gone.close()
             return current

@@ -9,6 +9,7 @@ lane's memory do not count.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import threading
@@ -22,6 +23,8 @@ from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.errors import MoeError, NotFound, Unavailable
 
 L = TypeVar("L")
+
+log = logging.getLogger(__name__)
 
 ANEW_SECONDS, ASK_SECONDS = 10.0, 5.0
 """After lanes were found, until they are asked for anew beside a call; and for that question. A lane that is
@@ -163,6 +166,15 @@ class Lanes(Generic[L]):
         with self._lock:
             unsure, self._unsure = self._unsure, False
             return None if unsure else self.current
+
+    def goes_on(self, failed: MoeError) -> moe_pb2.GetTopologyReply:
+        """What was found before, which serves on where the front door has not said it anew. Raises `failed`
+        where nothing was.
+        """
+        if (current := self.current) is None:
+            raise failed
+        log.debug("lanes that were found before serve on: %s", failed)
+        return current
 
     @contextmanager
     def relied_on(self, topology: moe_pb2.GetTopologyReply) -> Iterator[None]:

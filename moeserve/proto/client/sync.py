@@ -382,10 +382,8 @@ class MoeClient:
                 request, seconds = moe_pb2.GetTopologyRequest(), asking_for(clock.remaining, before)
                 try:
                     current = check_serving(self._door.unary(self._door.front.GetTopology, request, seconds))
-                except MoeError:
-                    if lanes.current is None:
-                        raise
-                    return lanes.current  # it serves as long
+                except MoeError as failed:
+                    return lanes.goes_on(failed)
                 for gone in lanes.found(current):
                     gone.close()
             return current

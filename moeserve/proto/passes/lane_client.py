@@ -28,7 +28,7 @@ from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import InvalidArgument, MoeError, client_closed
 from moeserve.proto.passes.answers import SMALLEST_BYTES, Answers
-from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
+from moeserve.proto.passes.attached import DETACH_SECONDS, SHORTEST_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.buffers import BUFFERS
 from moeserve.proto.passes.called_lane import CalledLane, divided, power_of_two, room_for
 from moeserve.proto.passes.refusals import REFUSED_SECONDS, Refusals
@@ -43,9 +43,6 @@ rows of the next are copied; of fewer rows each would read as many experts.
 
 ATTACH_SECONDS = 10.0
 """For a rank to attach a lane."""
-
-SHORTEST_SECONDS = 1e-3
-"""The least timeout of what is asked for at the end of a call's time."""
 
 log = logging.getLogger(__name__)
 

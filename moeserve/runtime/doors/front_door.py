@@ -144,11 +144,11 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
         """What callers find: no lane that is to leave, and none at all once the service is to stop."""
-        found, draining = self._with_lanes(), self._coordinator.stopping.reason
+        found, stopping = self._with_lanes(), self._coordinator.stopping.reason
         leave_out(found, self._leaving())
-        if draining and not self._coordinator.stopping.reopened:
+        if stopping and not self._coordinator.stopping.reopened:
             del found.lanes[:]
-            found.serving, found.reason = False, draining
+            found.serving, found.reason = False, stopping
         return found
 
     def _with_lanes(self) -> moe_pb2.GetTopologyReply:

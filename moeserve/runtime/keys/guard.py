@@ -26,6 +26,14 @@ BEARER = "bearer "
 MOST_REMEMBERED = 4096  # combinations of method, names and host that were let in lately
 
 
+Still = Callable[[], None]
+"""Raises Refused where a caller is not let in any more."""
+
+
+def let_in() -> None:
+    """Refuses nobody."""
+
+
 class Guard:
     """Decides by the table and the grants. Safe from any thread.
 

@@ -14,7 +14,7 @@ from moeserve.proto.transports.tls import TlsSocket
 from moeserve.runtime.keys.access import RPCS
 from moeserve.runtime.keys.certificates import Certificates
 from moeserve.runtime.keys.grants import Grants
-from moeserve.runtime.keys.guard import Guard, RpcGuard, shown_in
+from moeserve.runtime.keys.guard import Guard, RpcGuard, let_in, shown_in
 from moeserve.runtime.sections import KeysConfig
 
 Connection = socket.socket | TlsSocket
@@ -54,7 +54,7 @@ class Keys:
     def still(self, method: str, context: grpc.ServicerContext) -> Callable[[], None]:
         """What asks, of the caller of an RPC that was let in, whether it would be now. It raises Refused."""
         if self.guard is None:
-            return _always
+            return let_in
         return self.guard.still(method, RPCS[method], *shown_in(context, certificates=self._asks_callers))
 
     @property
@@ -118,10 +118,6 @@ class Keys:
     def http_context(self) -> ssl.SSLContext | None:
         """For a connection to an exporter; None where it is plain."""
         return None if self._certificates is None else self._certificates.probed()
-
-
-def _always() -> None:
-    """Refuses nobody."""
 
 
 NO_KEYS = Keys(KeysConfig(), "")

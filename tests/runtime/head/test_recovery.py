@@ -147,6 +147,14 @@ def serves(head: Coordinator, members: dict[int, FakeMember], epoch: Epoch) -> i
     return head.generation
 
 
+def whom_it_gives_up(head: Coordinator) -> list[int]:
+    """The processes, which end at once, as they are given up."""
+    found = list[int]()
+    head.generations.parted.on_given_up = lambda process: found.append(process.pid)
+    head.generations.parted.is_gone = lambda process: True
+    return found
+
+
 def test_members_come_back_and_serve_what_they_held() -> None:
     with started_again() as head:
         assert "has started again, and waits for ranks [0, 1]" in head.progress().reason
@@ -170,9 +178,7 @@ def test_a_group_forms_of_those_that_are_back_once_the_others_are_started() -> N
 def test_who_was_drained_is_started_again(late: bool) -> None:
     """The head that wanted it to leave is dead, and this one wants it to stay."""
     with started_again() as head:
-        given_up = list[int]()
-        head.generations.parted.on_given_up = lambda process: given_up.append(process.pid)
-        head.generations.parted.is_gone = lambda process: True
+        given_up = whom_it_gives_up(head)
         members = {0: back(head, 0, 9, SECOND)}
         drained = FakeMember(head, 1, pid=777, again=True)
         drained.entry("welcome")
@@ -192,9 +198,7 @@ def test_who_was_drained_is_started_again(late: bool) -> None:
 def test_who_is_drained_only_after_it_has_told_is_started_again(recovered: bool) -> None:
     """The head that wanted it to leave has died while calls were under way there."""
     with started_again() as head:
-        given_up = list[int]()
-        head.generations.parted.on_given_up = lambda process: given_up.append(process.pid)
-        head.generations.parted.is_gone = lambda process: True
+        given_up = whom_it_gives_up(head)
         drains = FakeMember(head, 1, pid=777, again=True)
         drains.entry("welcome")
         drains.stream.send(held_message(9, SECOND))
@@ -211,8 +215,7 @@ def test_who_is_drained_only_after_it_has_told_is_started_again(recovered: bool)
 def test_while_the_service_stops_who_was_drained_stays(told_late: bool) -> None:
     """By the head before this one, which died as it stopped: all of its lanes are drained."""
     with started_again() as head:
-        given_up = list[int]()
-        head.generations.parted.on_given_up = lambda process: given_up.append(process.pid)
+        given_up = whom_it_gives_up(head)
         head.stopping.reason = "the service is stopping"
         members = {}
         for number in (0, 1):

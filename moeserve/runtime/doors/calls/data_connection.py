@@ -37,6 +37,7 @@ from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.payloads.wake import Wake
 from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, LaneFull
 from moeserve.runtime.keys.grants import Refused
+from moeserve.runtime.keys.guard import Still, let_in
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +49,6 @@ ANSWERED = 2
 
 DATA_CONNECTION = "DataConnection"
 """How metrics of requests name these calls."""
-
-
-Still = Callable[[], None]
-"""Raises Refused where a caller is not let in any more."""
-
-
-def let_in() -> None:
-    """Refuses nobody."""
 
 
 class Late(OSError):

@@ -23,10 +23,11 @@ from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.callers import Places
 from moeserve.runtime.doors.calls.connection_lane import OwnLanes
-from moeserve.runtime.doors.calls.data_connection import DataConnection, Still, Terms, let_in
+from moeserve.runtime.doors.calls.data_connection import DataConnection, Terms
 from moeserve.runtime.doors.calls.lane_stream import Begins
 from moeserve.runtime.doors.deadlines import Observe, uncounted
 from moeserve.runtime.doors.payloads.regions import Regions
+from moeserve.runtime.keys.guard import Still, let_in
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
 
 log = logging.getLogger(__name__)
