@@ -85,14 +85,15 @@ def test_load_halves_with_each_half_life_and_the_sum_since_the_start_stays(half_
         assert reading.load().tokens[0].tolist() == whole.tolist()
 
 
-def test_windows_close_decay_by_their_age_and_the_oldest_goes() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_windows_close_decay_by_their_age_and_the_oldest_goes(beside: bool) -> None:
     meter = LoadMeter(SIZES, metering=Metering(half_life=20, window_seconds=10, windows=3))
     steps = [ids(20, seed) for seed in range(5)]
     meter.tick(0.0)
     for number, experts in enumerate(steps):
         meter.count(0, experts, experts, 20)
-        meter.tick(10.0 * number + 5)  # too early
-        meter.tick(10.0 * number + 10)
+        meter.tick(10.0 * number + 5, beside=beside)  # too early
+        meter.tick(10.0 * number + 10, beside=beside)
     reading = read(meter, 50.0)
     assert reading.seconds == (10.0, 10.0, 10.0)
     assert reading.windows[:, PHASES.index("decode"), 0].tolist() == [counted(one) for one in steps[2:]]

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mail_callers import Caller
 
 from moeserve.proto import moe_pb2
 from moeserve.runtime.doors.passes import looking as module
-from moeserve.runtime.doors.passes.announced import LaneModel
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneModel
 from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
+from moeserve.runtime.doors.passes.mail_lane import MailLane
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 
@@ -141,6 +143,9 @@ def test_what_a_look_begins_may_be_launched_at_once_by_the_thread_that_launches(
         def await_launches(self, seconds: float) -> None:
             pass
 
+        def flow(self, lanes: list[MailLane]) -> None:
+            assert not lanes, "the one that is attached is of the host"
+
     lanes.looking.mail = Mail()  # type: ignore[assignment]
     wait_for(lambda: bool(said))
     look_for(lanes, 0.05)
@@ -235,3 +240,33 @@ def test_callers_of_other_lanes_of_the_group_are_company(lanes: DeviceLanes) -> 
     assert looking.company_of(lane) is Company.CALLS
     looking.note_company([lane], time.monotonic() + 0.6)
     assert looking.company_of(lane) is Company.NONE
+
+
+def test_lanes_of_two_tracks_are_company_beside_each_other(lanes: DeviceLanes) -> None:
+    looking, (host,) = lanes.looking, lanes._there
+    callers = [Caller(lanes._regions) for _ in range(3)]
+    few, many, idle = (caller.lane for caller in callers)
+    few.short = True
+    flows = list[list[bool]]()
+
+    class Mail:
+        def flow(self, lanes: list[MailLane]) -> None:
+            flows.append([lane.short for lane in lanes])
+
+    looking.mail = Mail()  # type: ignore[assignment]
+    now = time.monotonic()
+    few.active_at = many.active_at = now
+    there: list[AnnouncedLane] = [few, many, idle, host]
+    looking.note_company(there, now)
+    assert flows == [[True, False]], "whose callers have wanted steps lately"
+    assert looking.company_of(few) is looking.company_of(many) is Company.BESIDE
+    assert looking.company_of(idle) is Company.LANES
+    idle.active_at = now
+    looking.note_company(there, now)
+    assert looking.company_of(few) is Company.BESIDE and looking.company_of(many) is Company.LANES
+    host.active_at = now
+    looking.note_company(there, now)
+    assert looking.company_of(few) is Company.CALLS and looking.company_of(host) is Company.LANES
+    looking.mail = None
+    for caller in callers:
+        caller.lane.close()

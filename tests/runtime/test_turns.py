@@ -16,7 +16,7 @@ from moeserve.dispatch.mail.kernels import ABORT, MISFIT, YIELD
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import tag_of
 from moeserve.runtime.doors.passes.mail_pass import EARLY_TURNS, MISSED_STEPS, UnderWay
-from moeserve.runtime.doors.passes.turns import APART, RECENT, Company, Turns
+from moeserve.runtime.doors.passes.turns import RECENT, Company, Turns
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.runs.runs import Run, Told
 
@@ -236,6 +236,7 @@ def test_a_lane_that_has_gone_is_not_kept_for_its_turn() -> None:
 def of_both_tracks(regions: Regions) -> tuple[Caller, Caller]:
     """One of few rows and one of more, of a rank whose steps of up to 8 rows have a track of their own."""
     few, many = together(regions, 2)
+    few.lane.turns.flows = [True, True]
     for caller, rows in ((few, 3), (many, 30)):
         caller.short_rows = 8
         caller.bring(0, 0, count=rows)
@@ -254,7 +255,7 @@ def test_lanes_of_two_tracks_do_not_take_turns_with_each_other(regions: Regions)
             "room is left"
         )
         assert [run.steps[0][0] for run in (first, *others)] == LAYERS[:3] and not caller.look()
-    assert many.begun[0][0].beside and not few.begun[0][0].beside, "nobody had launched a large one"
+        assert first.beside
 
 
 def test_who_waits_for_rows_beside_the_other_track_keeps_nobody_there_waiting(regions: Regions) -> None:
@@ -288,14 +289,63 @@ def test_a_caller_changes_tracks_when_nothing_of_it_is_under_way(regions: Region
     assert few.look() and not few.begun[-1][0].short and few.begun[-1][0].rows == 32
 
 
-def test_a_track_without_launches_for_long_is_nobodys(regions: Regions) -> None:
-    turns, lane, other = Turns(), object(), object()
-    turns.launched(other)
-    for _ in range(APART):
-        assert turns.apart(short=True) and turns.follows(lane, short=True)
-        turns.launched(lane, short=True)
+def test_a_track_on_which_no_steps_flow_is_nobodys() -> None:
+    turns, lane = Turns(), object()
+    turns.flows = [True, False]
+    assert turns.apart(short=True) and turns.follows(lane, short=True)
+    assert not turns.apart(short=False) and not turns.follows(lane)
+    turns.flows = [False, True]
     assert not turns.apart(short=True) and not turns.follows(lane, short=True)
     assert turns.apart(short=False), "large ones leave room for it"
+
+
+def alone_on_its_track(regions: Regions, rows: int, company: Company = Company.BESIDE) -> Caller:
+    """A caller whose first rows are there; steps of up to 8 rows have a track of their own."""
+    (caller,) = together(regions, 1)
+    caller.lane.company = lambda: company
+    caller.short_rows = 8
+    caller.bring(0, 0, count=rows)
+    return caller
+
+
+@pytest.mark.parametrize("rows", [3, 30])
+def test_a_lane_that_has_its_track_for_itself_has_forward_passes_launched_ahead(
+    regions: Regions, rows: int
+) -> None:
+    caller = alone_on_its_track(regions, rows)
+    assert caller.look()
+    run, _ = caller.begun[0]
+    assert [layer for layer, _ in run.steps] == LAYERS and run.beside and run.short is (rows == 3)
+    caller.lane.yield_steps(Company.BESIDE)
+    assert not caller.aborted, "it leaves the other track what that needs"
+    caller.lane.yield_steps(Company.LANES)
+    assert caller.aborted, "others of its track do not wait for this caller"
+
+
+def test_what_leaves_the_other_track_no_room_is_left_when_that_flows(regions: Regions) -> None:
+    caller = alone_on_its_track(regions, 30, Company.NONE)
+    assert caller.look() and not caller.begun[0][0].beside
+    caller.lane.company = lambda: Company.BESIDE
+    caller.lane.yield_steps(Company.BESIDE)
+    assert caller.mail.lane.abort[0] == YIELD
+    caller.lane.ran(Told(MISFIT, (1, 0)), 1)
+    assert not caller.look(), "within a forward pass its steps come one by one"
+    caller.bring(0, 1, count=30)
+    assert caller.look() and not caller.aborted
+    run, _ = caller.begun[1]
+    assert (run.steps, run.beside, run.flows) == (((5, 0),), True, True)
+
+
+def test_who_changes_tracks_is_among_those_of_the_new_one(regions: Regions) -> None:
+    caller = alone_on_its_track(regions, 3)
+    lane = caller.lane
+    lane.company = lambda: Company.BESIDE if lane.short else Company.LANES
+    assert caller.look() and len(caller.begun[0][0].steps) == len(LAYERS)
+    answered(caller, len(LAYERS))
+    caller.bring(0, len(LAYERS), count=30)
+    assert caller.look()
+    run, _ = caller.begun[1]
+    assert len(run.steps) == 1 and not run.short, "others take turns there"
 
 
 @dataclass

@@ -113,6 +113,7 @@ class LoadMeter:
         self._recent = table(len(PHASES), layers, experts, dtype=torch.float64)
         self._slots = table(len(PHASES), layers, slots)
         self._windows = table(self.metering.windows, len(PHASES), layers, experts)  # the oldest at `_oldest`
+        self._each = torch.arange(self._open.numel(), device=device)  # the place of each count in `_open`
         self._oldest = 0
         self._seconds: deque[float] = deque(maxlen=self.metering.windows)
         self._opened: float | None = None
@@ -121,10 +122,10 @@ class LoadMeter:
 
     def _run_all(self) -> None:
         """Runs everything but `count` once."""
-        for now in (0.0, self.metering.window_seconds):
-            self.tick(now)
+        for at, beside in enumerate((False, False, True)):
+            self.tick(at * self.metering.window_seconds, beside=beside)
         self.moved(0)
-        self.snapshot(self.metering.window_seconds).read()
+        self.snapshot(2 * self.metering.window_seconds).read()
 
     def count(self, layer: int, experts: Tensor, slots: Tensor, rows: int) -> None:
         """Adds one step of this lane: the chosen `experts [T, K]` and the `slots [T, K]` they resolved to.
@@ -149,22 +150,24 @@ class LoadMeter:
         """The layer's slots hold other experts from here on: what was counted by slot is forgotten."""
         self._slots[:, layer].zero_()
 
-    def due(self, now: float) -> bool:
-        """Whether `tick` would close the window."""
-        return self._opened is not None and now - self._opened >= self.metering.window_seconds
-
-    def tick(self, now: float) -> None:
-        """Closes the window when it has been open long enough; `now`: seconds on a clock that only rises."""
+    def tick(self, now: float, *, beside: bool = False) -> None:
+        """Closes the window when it has been open long enough; `now`: seconds on a clock that only rises.
+        beside: steps may count on another stream meanwhile.
+        """
         if self._opened is None:
             self._opened = now
         seconds = now - self._opened
         if seconds < self.metering.window_seconds:
             return
-        self._recent.mul_(self.metering.weight(seconds)).add_(self._open)
-        self._closed.add_(self._open)
-        self._windows[self._oldest].copy_(self._open)
+        counted = self._open.clone() if beside else self._open
+        self._recent.mul_(self.metering.weight(seconds)).add_(counted)
+        self._closed.add_(counted)
+        self._windows[self._oldest].copy_(counted)
         self._oldest = (self._oldest + 1) % self.metering.windows
-        self._open.zero_()
+        if beside:  # by atomic additions: what was counted since is kept
+            self._open.view(-1).index_add_(0, self._each, counted.view(-1), alpha=-1)
+        else:
+            self._open.zero_()
         self._seconds.append(seconds)
         self._opened = now
 

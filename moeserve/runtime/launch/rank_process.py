@@ -302,7 +302,7 @@ class _RankProcess:
             lanes.looking.mail = MailHost(
                 self._runs, model, passes.lane_bytes, share_gpu=passes.share_gpu, host_ahead=passes.host_ahead
             )
-            lanes.looking.others = door.has_calls
+            lanes.looking.others, self._runs.keeps = door.has_calls, lanes.looking.company
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 

@@ -36,7 +36,7 @@ class Device:
         self.ends: Exception | None = None
         self.fails: Exception | None = None
         self.dropped = 0
-        self.known = True
+        self.known = self.joins = True
         self.forgotten: list[OwnerLane] = []
 
     def launch(self, run: Run, stamp: tuple[int, int]) -> Any:
@@ -53,6 +53,9 @@ class Device:
 
     def recorded(self, run: Run) -> bool:
         return self.known
+
+    def join(self) -> bool:
+        return self.joins
 
     def drop(self) -> None:
         self.dropped += 1
@@ -203,14 +206,28 @@ def test_what_might_keep_a_look_for_long_is_launched_after_it(house: House, why:
     assert house.runs._begun == 0
 
 
-def test_while_steps_come_in_turns_the_thread_that_launches_looks_after_lanes(house: House) -> None:
+def test_while_steps_of_several_gpus_flow_the_thread_that_launches_looks_after_lanes(house: House) -> None:
     attended = list[int]()
     house.runs.attend = lambda: attended.append(1)
     step = RUN._replace(steps=((3, 0),))
-    for run in (RUN, step, step._replace(least=5)):
+    for run in (RUN, step, RUN._replace(flows=True)):
         house.runs.begin(run, house.caller, 0)
         house.step()
-    assert attended == [1], "the last one's rows were not there"
+    assert not attended, "nobody else is there, or whole forward passes are launched"
+    house.runs.begin(step._replace(flows=True), house.caller, 0)
+    house.step()
+    assert attended == [1], "its next step is to be launched soon"
+
+
+def test_who_keeps_lanes_waiting_by_what_is_no_run_is_told_of(house: House) -> None:
+    kept = list[int]()
+    house.runs.keeps = lambda: kept.append(1)
+    house.device.joins = False
+    house.runs.join()
+    assert not kept, "runs of one track follow each other anyway"
+    house.device.joins = True
+    house.runs.join()
+    assert kept == [1]
 
 
 def test_who_looks_for_rows_waits_until_what_was_begun_is_launched(house: House) -> None:

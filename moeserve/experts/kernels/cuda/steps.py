@@ -16,7 +16,7 @@ from moeserve.device.nvrtc import Function, LaunchError, Program
 from moeserve.device.residency import held
 from moeserve.device.source import Part
 from moeserve.device.source import source as _text
-from moeserve.device.streams import spared
+from moeserve.device.streams import SHORT, spared, track
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 
@@ -135,7 +135,8 @@ class Groups(ABC):
             given,
             shared=block.shared_bytes,
             cluster=CLUSTER,
-            overlapped=block.waits and not spared(),  # which would wait on what is spared
+            # on MAIN it would wait on what is spared; on SHORT it has its places before MAIN's next kernel
+            overlapped=block.waits and (track() == SHORT or not spared()),
         )
 
 

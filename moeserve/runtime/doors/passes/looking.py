@@ -61,6 +61,7 @@ class Looking:
         self._mails: list[MailLane] = []  # those of callers' GPUs
         self._active: list[AnnouncedLane] = []  # lanes whose callers have wanted steps lately
         self._hosts: list[AnnouncedLane] = []  # those of them with rows in host memory
+        self._flow: list[MailLane] = []  # and those of callers' GPUs
         self._elsewhere_at = -math.inf  # when the thread that launches steps last asked for a look
         self._next_at = -math.inf  # when the next one of its looks is due, unless a step ends before
         self._back = threading.Lock()  # held until that one says that it looks no more
@@ -84,7 +85,8 @@ class Looking:
     def rest(self) -> None:
         """Nobody is attached: no lane is kept that was."""
         with self.turn:
-            self._there, self._mails, self._leads, self._active, self._hosts = [], [], [], [], []
+            self._there, self._mails, self._leads = [], [], []
+            self._active, self._hosts, self._flow = [], [], []
             self._bells.look([])
 
     # -- by the thread that launches steps -----------------------------------------------------------------
@@ -193,7 +195,12 @@ class Looking:
         """Who but this lane's caller wants steps, as of the last look."""
         if self._calls or _others(self._hosts, lane):
             return Company.CALLS
-        return Company.LANES if _others(self._active, lane) else Company.NONE
+        if not _others(self._active, lane):
+            return Company.NONE
+        apart = isinstance(lane, MailLane) and all(
+            one.short is not lane.short or one is lane for one in self._flow
+        )
+        return Company.BESIDE if apart else Company.LANES
 
     def note_company(self, lanes: list[AnnouncedLane], now: float) -> None:
         """Notes who wants steps."""
@@ -203,6 +210,9 @@ class Looking:
         self._calls = self._others_at >= since
         self._active = [lane for lane in lanes if lane.active_at >= since or lane.under_way]
         self._hosts = [lane for lane in self._active if not isinstance(lane, MailLane)]
+        self._flow = [lane for lane in self._active if isinstance(lane, MailLane)]
+        if self.mail is not None:
+            self.mail.flow(self._flow)
         self._noted = now
 
 

@@ -69,6 +69,10 @@ class MailHost:
         """
         self._runs.looked_here = launches
 
+    def flow(self, lanes: list[MailLane]) -> None:
+        """These are the lanes of callers' GPUs whose callers have wanted steps lately."""
+        self._turns.flows = [any(lane.short is short for lane in lanes) for short in (False, True)]
+
     @property
     def own_gpu(self) -> bool:
         """Whether steps of callers of the host may wait on the GPU: no other process computes there, which

@@ -26,6 +26,9 @@ from moeserve.runtime.rank.runs.mail import Mail
 from moeserve.runtime.rank.runs.member_runs import MemberRuns
 from moeserve.runtime.rank.runs.runs import Run, Told
 
+LANES = Company.BESIDE, Company.LANES
+"""Company of others' GPUs alone."""
+
 COMPANY_SECONDS = 0.0003
 """For the rows of a pass's other stages, before those that are there are launched alone."""
 
@@ -119,11 +122,14 @@ class MailLane(PassLane):
 
     def yield_steps(self, company: Company = Company.CALLS) -> None:
         """Others want steps: runs that wait for this caller's rows are left, and steps come one by one. Where
-        others take turns, what waits in its turn is left by `leave_turn` alone.
+        others take turns, what waits in its turn is left by `leave_turn` alone. Beside others on the other
+        track only what leaves them no room is left.
         """
         with self._lock:
             run = self._pass
-            if run is not None and (run.waits or (run.waiting_turn and company is Company.CALLS)):
+            if run is None or (company is Company.BESIDE and run.all_beside):
+                return
+            if run.waits or (run.waiting_turn and company is Company.CALLS):
                 self._leave(run)
 
     def leave_turn(self) -> None:
@@ -179,15 +185,18 @@ class MailLane(PassLane):
                 run.misfits = 0
         if not run.flying and self._mail.lane.abort[0] == YIELD:
             self._mail.say(0)
+        there = self._there(run)
+        if there and not run.flying:  # who else is on its track depends on its rows
+            self.short = self._runs.short(self._rows_of(run, max(self._header(stage)[0] for stage in there)))
         company = self.company()
         if run.full(company):
             return None
-        there, alone = self._there(run), company is Company.NONE
+        alone = company is Company.NONE or (company is Company.BESIDE and run.resting)
         if there and run.resting and run.begun:
             run.steady = bool(run.flying) or now - run.answered < self._terms.ahead
         foreseen = alone and self._foreseen(run, there)
         if not there and not foreseen:
-            if company is Company.LANES and (made := self._in_turn(run)) is not None:
+            if company in LANES and (made := self._in_turn(run, company)) is not None:
                 stage = made.steps[0][1]
                 return self._begins(run, made, now, {stage: run.sent[stage]}, in_turn=True)
             run.look_for_late(now, self._terms.patience)
@@ -205,14 +214,13 @@ class MailLane(PassLane):
         if run.misfits > 1:  # what is told to this host is not what comes to the device
             run.ends = Status.REFUSED, "bad_step: a header's rows are not those of its step"
             return None
-        most = self._layout.rows if run.misfits else max(counts)
-        rows = min(padded_rows(most), self._runs.most_rows)
+        rows = self._rows_of(run, max(counts))
         begins, kind = 0 if run.begun else run.said.number, headers[0][1]
         least = 0 if there else padded_rows(counts[0]) // 2 + 1
         short = self._runs.short(rows)
-        if run.moves(short=short):
+        if short is not self.short:  # others' rows than its next ones have just come, or steps are under way
             return None
-        how = short, not alone and self.turns.apart(short=short)
+        how = short, self._beside(company), company in LANES
         made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before, *how)
         run.slow = run.slow and not run.resting
         early: dict[int, int] | None = None
@@ -231,6 +239,17 @@ class MailLane(PassLane):
             run.missed = max(0, run.missed - 1)
         return self._begins(run, made, now, early)
 
+    def _beside(self, company: Company) -> bool:
+        """Whether a run has to leave the other track what that needs."""
+        return company is Company.BESIDE or (
+            company is not Company.NONE and self.turns.apart(short=self.short)
+        )
+
+    def _rows_of(self, run: MailPass, count: int) -> int:
+        """Room for the rows of a step, of which its caller says that there are so many."""
+        most = self._layout.rows if run.misfits else min(count, self._layout.rows)
+        return min(padded_rows(most), self._runs.most_rows)
+
     def _begins(
         self, run: MailPass, made: Run, now: float, early: dict[int, int] | None, *, in_turn: bool = False
     ) -> Run:
@@ -238,17 +257,17 @@ class MailLane(PassLane):
         run.waited = run.waited if run.flying else now
         for _, stage in made.steps:
             run.sent[stage] += 1
-        run.begun, run.again, run.since, run.short = True, False, now, made.short
+        run.begun, run.again, run.since = True, False, now
         turn = self.turns.launched(self, short=made.short)
         run.under_way.append(UnderWay(turn, early, in_turn, made.beside))
         return made
 
-    def _in_turn(self, run: MailPass) -> Run | None:
+    def _in_turn(self, run: MailPass, company: Company) -> Run | None:
         """The next step of a forward pass, to be launched before its rows are there and with as many as its
         stage had last; None where it is not this lane's turn, or others might wait for long.
         """
         runs = self._runs
-        if not run.takes_turns or self._mail.lane.abort[0] or not self.turns.follows(self, short=run.short):
+        if not run.takes_turns or self._mail.lane.abort[0] or not self.turns.follows(self, short=self.short):
             return None
         under_way = [at for at, steps in enumerate(run.sent) if steps % len(run.said.layers)]
         if not under_way or not self._terms.ahead or not runs.alone or runs.retired:
@@ -257,9 +276,9 @@ class MailLane(PassLane):
         count, kind = self._header(stage)
         padded = padded_rows(min(count, self._layout.rows))
         rows, step = min(padded, runs.most_rows), (run.layer(stage), stage)
-        if runs.short(rows) is not run.short:
+        if runs.short(rows) is not self.short:
             return None
-        how = padded // 2 + 1, (), run.short, self.turns.apart(short=run.short)
+        how = padded // 2 + 1, (), self.short, self._beside(company), True
         made = Run(self._mail.lane, (step,), rows, kind, 0, run.again, *how)
         return made if runs.recorded(made) else None
 

@@ -72,7 +72,6 @@ class MailPass:
     ends: tuple[Status, str] | None = None
     answered: float = -math.inf  # when a run ended last that gave answers
     steady: bool = False  # its caller brings the rows of the next forward pass soon, as it did before
-    short: bool = False  # its steps are on the track of those of few rows, as of the last one
     missed: int = 0  # steps that are launched when their rows are there, since one was left in its turn
 
     @classmethod
@@ -167,13 +166,14 @@ class MailPass:
         return next((one.beside for one in self.under_way if one.waits_in_turn), False)
 
     @property
+    def all_beside(self) -> bool:
+        """Whether all that was launched leaves the other track what it needs."""
+        return all(one.beside for one in self.under_way)
+
+    @property
     def ready_beside(self) -> bool:
         """Whether the last run under way that does not wait leaves room; so does one that is yet to come."""
         return next((one.beside for one in reversed(self.under_way) if not one.waits_in_turn), True)
-
-    def moves(self, *, short: bool) -> bool:
-        """Whether the next run has to wait, since runs are under way on the other track."""
-        return self.flying > 0 and short is not self.short
 
     @property
     def ready_turn(self) -> int:
@@ -192,6 +192,7 @@ class PassLane(HandedLane):
 
     def __init__(self, memory: LaneMemory, terms: LaneTerms) -> None:
         super().__init__(memory, terms)
+        self.short = False  # its steps are on the track of those of few rows, as of the last one
         self._pass: MailPass | None = None
         self._lock = threading.Lock()
 
@@ -212,12 +213,6 @@ class PassLane(HandedLane):
         """Whether its last run whose rows are there leaves the other track what it needs."""
         with self._lock:
             return self._pass is None or self._pass.ready_beside
-
-    @property
-    def short(self) -> bool:
-        """Whether its steps are on the track of those of few rows, as of the last one."""
-        run = self._pass
-        return run is not None and run.short
 
     @property
     def ready_turn(self) -> float:

@@ -5,12 +5,12 @@ there: when one ends the next one begins, and no host is between them. Whose row
 left as soon as others' are there, and has a step launched when they are.
 
 Lanes whose steps have few rows and those of more have a track each, and turns of their own. While both
-launch, a step leaves room on the device for one of the other track's that waits for its rows.
+flow, a step leaves room on the device for one of the other track's that waits for its rows. A lane that has
+its track for itself takes no turns: whole forward passes of it are launched ahead, beside the others'.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
@@ -20,14 +20,12 @@ from typing import Protocol
 RECENT = 8
 """Launches on a track back to which a lane counts as one that launches there."""
 
-APART = 64
-"""Launches back to which lanes of a track count as such that launch, for those of the other."""
-
 
 class Company(Enum):
     """Who else wants a rank's steps."""
 
     NONE = "nobody"
+    BESIDE = "lanes of other GPUs on the other track alone"
     LANES = "lanes of other GPUs alone"
     CALLS = "calls, or lanes of rows in host memory"
 
@@ -66,7 +64,7 @@ class Turns:
         self._count = 0
         # by track, lanes that have launched on it, by id: none is kept for it
         self._recent = deque[int](maxlen=RECENT), deque[int](maxlen=RECENT)
-        self._last = [-math.inf, -math.inf]  # by track: the last launch
+        self.flows = [False, False]  # by track: whether a lane's caller has wanted its steps lately
 
     @property
     def count(self) -> int:
@@ -77,16 +75,15 @@ class Turns:
         """Notes that `lane` has a run launched; its turn, from 1."""
         self._count += 1
         self._recent[short].append(id(lane))
-        self._last[short] = self._count
         return self._count
 
     def apart(self, *, short: bool) -> bool:
-        """Whether lanes launch on the other track, too."""
-        return self._last[not short] > self._count - APART
+        """Whether steps flow on the other track, too."""
+        return self.flows[not short]
 
     def follows(self, lane: object, *, short: bool = False) -> bool:
         """Whether all others that have launched on the track lately have done so since `lane` did: it is its
-        turn. Where there are none, whether any launch on the other one.
+        turn. Where there are none, whether steps flow on the other one.
         """
         recent = self._recent[short]
         others = {one for one in recent if one != id(lane)}

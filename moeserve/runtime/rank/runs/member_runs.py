@@ -75,6 +75,7 @@ class MemberRuns:
         self.attend: Act = lambda: None  # has the thread that launches steps look after lanes for a while
         self.finish_short: Callable[[Act], None] = finish  # has one done after those that it had before
         self.room: Callable[[bool], bool] = lambda short: False  # whether that one waits for nothing
+        self.keeps: Act = lambda: None  # is told that runs wait behind others that may wait for their callers
         self.looked_here = False  # the thread that launches steps looks at lanes, and begins what they want
         self._lock = threading.Lock()
         self._versions: tuple[int, ...] = ()
@@ -122,7 +123,8 @@ class MemberRuns:
 
     def join(self) -> None:
         """What the thread that launches steps launches next is no run: it follows all runs before."""
-        self._runs.join()
+        if self._runs.join():
+            self.keeps()
 
     def leads(self, run: Run) -> bool:
         """Whether its steps may be launched before the rows of all are there. In a group of several each has
@@ -308,7 +310,7 @@ class MemberRuns:
             return
         flight, found = launched
         self._flies()
-        if run.least and len(run.steps) == 1:  # others' GPUs have theirs
+        if run.flows and len(run.steps) == 1:  # the next one of whomever is to be launched soon
             self.attend()
         self._note_full(full=True)
         try:

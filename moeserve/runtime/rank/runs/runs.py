@@ -84,6 +84,7 @@ class Run(NamedTuple):
     before: tuple[int, ...] = ()  # by stage, of the pass that begins: steps that were computed as calls
     short: bool = False  # it is on the track of steps of few rows; alike for all of a lane under way
     beside: bool = False  # runs of the other track come meanwhile: it leaves room for what they have
+    flows: bool = False  # steps of other callers' GPUs do
 
 
 class Told(NamedTuple):
@@ -186,11 +187,11 @@ class PassRuns:
         """Of a step of the track of its own, at most; 0: there is none."""
         return self._tracks.short_rows
 
-    def join(self) -> None:
+    def join(self) -> bool:
         """What is launched from here on, and is no run, waits for all runs before, and goes before the next
-        one. By the thread that launches.
+        one. Whether runs of two tracks wait for each other so. By the thread that launches.
         """
-        self._tracks.join()
+        return self._tracks.join()
 
     def drop(self) -> None:
         """Drops all graphs: what they recorded is about to change."""
@@ -227,9 +228,7 @@ class PassRuns:
         Raises ValueError where a layer's dispatcher reads a count on the host.
         """
         if (meter := self._rank.meter) is not None:  # before what waits
-            if meter.due(now := time.monotonic()):
-                self.join()
-            meter.tick(now)
+            meter.tick(time.monotonic(), beside=self._tracks.short is not None)
         track = self._tracks.of(short=run.short)
         self._tracks.begins(track)
         with track.current(), sparing(SPARED if run.beside else 0):

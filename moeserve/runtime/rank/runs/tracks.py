@@ -89,12 +89,16 @@ class Tracks:
         """The one of runs that are short, or not."""
         return self.short if short and self.short is not None else self.main
 
-    def join(self) -> None:
-        """What is launched on MAIN from here on, until the next run, waits for all runs before."""
+    def join(self) -> bool:
+        """What is launched on MAIN from here on, until the next run, waits for all runs before. Whether it
+        waits for any of SHORT.
+        """
         self._others = True
-        if self.short is not None and not self._joined:
-            self.main.stream.wait_stream(self.short.stream)
-            self._joined = True
+        if self.short is None or self._joined:
+            return False
+        self.main.stream.wait_stream(self.short.stream)
+        self._joined = True
+        return True
 
     def begins(self, track: RunTrack) -> None:
         """A run is about to be launched on this track."""
