@@ -242,7 +242,9 @@ def test_callers_of_other_lanes_of_the_group_are_company(lanes: DeviceLanes) -> 
     assert looking.company_of(lane) is Company.NONE
 
 
-def test_lanes_of_two_tracks_are_company_beside_each_other(lanes: DeviceLanes) -> None:
+def test_lanes_of_two_tracks_are_company_beside_each_other(
+    lanes: DeviceLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looking, (host,) = lanes.looking, lanes._there
     callers = [Caller(lanes._regions) for _ in range(3)]
     few, many, idle = (caller.lane for caller in callers)
@@ -253,14 +255,24 @@ def test_lanes_of_two_tracks_are_company_beside_each_other(lanes: DeviceLanes) -
         def flow(self, lanes: list[MailLane]) -> None:
             flows.append([lane.short for lane in lanes])
 
+        def waits_for(self, lane: MailLane) -> bool:
+            return lane is many
+
     looking.mail = Mail()  # type: ignore[assignment]
     now = time.monotonic()
     few.active_at = many.active_at = now
     there: list[AnnouncedLane] = [few, many, idle, host]
     looking.note_company(there, now)
+    assert [looking._waits_for(one) for one in (few, many, host)] == [False, True, False]
     assert flows == [[True, False]], "whose callers have wanted steps lately"
     assert looking.company_of(few) is looking.company_of(many) is Company.BESIDE
     assert looking.company_of(idle) is Company.LANES
+    left = list[tuple[bool, Company]]()
+    for one in (few, many):
+        monkeypatch.setattr(one, "yield_steps", lambda company, one=one: left.append((one.short, company)))
+    looking._leads = [few, many]
+    looking._look_at([], there, now)
+    assert left == [(True, Company.BESIDE), (False, Company.CALLS)], "which the launching thread waits for"
     idle.active_at = now
     looking.note_company(there, now)
     assert looking.company_of(few) is Company.BESIDE and looking.company_of(many) is Company.LANES

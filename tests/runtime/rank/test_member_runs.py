@@ -203,7 +203,7 @@ def test_what_might_keep_a_look_for_long_is_launched_after_it(house: House, why:
     house.step()
     house.end()
     assert house.caller.heard == [("ran", (2,), 1)] * (before + 1)
-    assert house.runs._begun == 0
+    assert not len(house.runs._begun)
 
 
 def test_while_steps_of_several_gpus_flow_the_thread_that_launches_looks_after_lanes(house: House) -> None:
@@ -228,6 +228,22 @@ def test_who_keeps_lanes_waiting_by_what_is_no_run_is_told_of(house: House) -> N
     house.device.joins = True
     house.runs.join()
     assert kept == [1]
+
+
+def test_what_waits_of_others_is_in_the_way_of_a_run_that_is_to_be_recorded(house: House) -> None:
+    runs, other = house.runs, Caller()
+    house.device.known = False
+    runs.begin(RUN, house.caller, 0)
+    assert runs.waits_for(other) and not runs.waits_for(house.caller), "to record waits for the device"
+    house.step()
+    assert not runs.waits_for(other)
+    house.device.known = True
+    runs.begin(RUN, house.caller, 0)
+    assert not runs.waits_for(other)
+    runs.detach(Mail(LANE, Memory()))  # type: ignore[arg-type]
+    assert runs.waits_for(other) and runs.waits_for(house.caller), "a lane's memory is to be freed"
+    house.step()
+    house.end()
 
 
 def test_who_looks_for_rows_waits_until_what_was_begun_is_launched(house: House) -> None:

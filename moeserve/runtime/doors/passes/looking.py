@@ -160,9 +160,13 @@ class Looking:
             self.note_company(lanes, now)
         for lane in self._leads:  # also those whose callers have not wanted a step lately
             if lane.ahead and (company := self.company_of(lane)) is not Company.NONE:
-                lane.yield_steps(company)
+                lane.yield_steps(Company.CALLS if self._waits_for(lane) else company)
         if self._mails:
             Turns.leave(self._mails)
+
+    def _waits_for(self, lane: AnnouncedLane) -> bool:
+        """Whether the thread that launches steps waits for what lies on the device."""
+        return self.mail is not None and isinstance(lane, MailLane) and self.mail.waits_for(lane)
 
     def looked(self, lane: AnnouncedLane, now: float) -> bool:
         """Looks at `lane`; whether there was anything. What goes wrong with a lane ends it, and no other."""

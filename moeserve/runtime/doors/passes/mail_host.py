@@ -69,6 +69,12 @@ class MailHost:
         """
         self._runs.looked_here = launches
 
+    def waits_for(self, lane: MailLane) -> bool:
+        """Whether others wait for what lies on the device, so that nothing of this lane may wait there for
+        rows.
+        """
+        return self._runs.waits_for(lane)
+
     def flow(self, lanes: list[MailLane]) -> None:
         """These are the lanes of callers' GPUs whose callers have wanted steps lately."""
         self._turns.flows = [any(lane.short is short for lane in lanes) for short in (False, True)]

@@ -22,6 +22,7 @@ from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.runs.begun import Begun
 from moeserve.runtime.rank.runs.group_runs import ANEW, Act, GroupRuns, OwnRun, Pass
 from moeserve.runtime.rank.runs.host_memory import HostMemory
 from moeserve.runtime.rank.runs.mail import Mail
@@ -83,9 +84,7 @@ class MemberRuns:
         self._attached = set[Mail]()
         self._flying = 0
         self._retired: list[Mail] = []  # to be freed when nothing runs
-        self._begun = 0  # runs that are yet to be launched
-        self._full = False  # whether no further run is launched before one has ended
-        self._launches = threading.Condition(self._lock)
+        self._begun = Begun()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -222,6 +221,12 @@ class MemberRuns:
         """
         return bool(self._retired) and self._flying > 0 and self.alone
 
+    def waits_for(self, of: Pass) -> bool:
+        """Whether the thread that launches waits, or is about to, for all that lies on the device, or runs of
+        others do: one of another than `of` is recorded, or a lane's memory is to be freed.
+        """
+        return self._begun.records_another_than(of) or self.makes_room
+
     @property
     def most_steps(self) -> int:
         """Of a run that is launched whole, since it is recorded."""
@@ -239,10 +244,9 @@ class MemberRuns:
         nothing would keep it for long. version: of the weights that it must have; 0: any.
         """
         if self.alone:
-            with self._lock:
-                at_once = self.looked_here and not self._begun
-                self._begun += 1
-            if at_once and self.room(run.short) and self._runs.recorded(run):
+            recorded = self._runs.recorded(run)
+            first = self._begun.put(run, of, recorded=recorded)
+            if first and self.looked_here and recorded and self.room(run.short):
                 self._launch(run, of, version)
             else:
                 self._between(lambda: self._launch(run, of, version))
@@ -256,14 +260,7 @@ class MemberRuns:
         seconds. Who looks for rows meanwhile takes the interpreter from the thread that launches, each time
         that it calls the driver.
         """
-        with self._launches:
-            self._launches.wait_for(lambda: self._full or not self._begun, seconds)
-
-    def _note_full(self, *, full: bool) -> None:
-        with self._launches:
-            self._full = full
-            if full and self._begun:
-                self._launches.notify_all()
+        self._begun.wait(seconds)
 
     @property
     def open(self) -> bool:
@@ -303,16 +300,14 @@ class MemberRuns:
             of.lost(f"it cannot be launched: {type(error).__name__}: {error}")
             return
         finally:
-            with self._launches:
-                self._begun -= 1
-                self._launches.notify_all()
+            self._begun.launched(run)
         if launched is None:
             return
         flight, found = launched
         self._flies()
         if run.flows and len(run.steps) == 1:  # the next one of whomever is to be launched soon
             self.attend()
-        self._note_full(full=True)
+        self._begun.note_full(full=True)
         try:
             (self.finish_short if run.short else self._finish)(lambda: self._ended(flight, of, found))
         except Exception as error:  # what was launched before does not end
@@ -320,7 +315,7 @@ class MemberRuns:
             why = f"{type(error).__name__}: {error}"
             self._over(lambda: of.lost(why))
         finally:
-            self._note_full(full=False)
+            self._begun.note_full(full=False)
 
     def _launched(self, run: Run, of: Pass, version: int) -> tuple[Flight, int] | None:
         """The run that was launched, and its weights; None where `of` was told why it was not."""
