@@ -22,7 +22,7 @@ from listeners import beyond_loopback, listeners
 from made_certificates import Authority
 from patient import PatientCallers
 from ray.cluster_utils import Cluster
-from ray.util import placement_group_table
+from ray.util import placement_group, placement_group_table
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
@@ -144,6 +144,29 @@ def test_a_ray_that_is_not_there_is_waited_for_no_longer_than_was_said(
             RayCluster(config).start()
         assert time.monotonic() - began < 10
         assert not ray.is_initialized()
+
+
+def test_an_address_of_rays_own_variable_is_named_so(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    config = house_config(checkpoint_path, cluster__start_timeout_seconds=1.0, **EP4)
+    with pytest.raises(TimeoutError, match=r"no Ray answers at .* \(RAY_ADDRESS = 127.0.0.1:1\)"):
+        RayCluster(config).start()
+
+
+def test_a_cluster_that_others_hold_is_waited_for_once_and_named(
+    nodes: Cluster, checkpoint_path: Path
+) -> None:
+    ray.init(address=nodes.address)
+    try:
+        others = placement_group([{"CPU": 1.0}] * 6)
+        ray.get(others.ready(), timeout=30)
+        config = house_config(checkpoint_path, cluster__start_timeout_seconds=2.0, **EP4)
+        with pytest.raises(TimeoutError, match=r"did not place 4 ranks \(CPU 1 each\) within .* = 2:.*CPU 0 f"):
+            RayCluster(config).start()
+    finally:
+        ray.shutdown()
 
 
 def test_a_ray_that_speaks_tls_is_found_by_rays_own_variables(

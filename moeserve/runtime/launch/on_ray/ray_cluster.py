@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -59,6 +60,7 @@ class RayCluster:
     def __init__(self, config: Config) -> None:
         self._config = config.checked()
         self._owns_ray = False
+        self._until = 0.0  # when the group has to serve
         self._group: PlacementGroup | None = None
         self._head: KeptHead | None = None
         self._ranks: RankActors | None = None
@@ -72,6 +74,7 @@ class RayCluster:
         """Places the actors and waits until the group serves. Raises ConfigError, RuntimeError or
         TimeoutError.
         """
+        self._until = time.monotonic() + self._config.cluster.start_timeout_seconds
         try:
             self._connect()
             self._place()
@@ -137,9 +140,10 @@ class RayCluster:
     def _connect(self) -> None:
         if ray.is_initialized():
             return
-        address = self._config.cluster.ray_address or os.environ.get("RAY_ADDRESS", "")
+        said, key = self._config.cluster.ray_address, "cluster.ray_address"
+        address = said or os.environ.get("RAY_ADDRESS", "")
         if address:
-            _wait_there(address, self._config.cluster.start_timeout_seconds)
+            _wait_there(address, self._config.cluster.start_timeout_seconds, key if said else "RAY_ADDRESS")
             ray.init(address=address, log_to_driver=True)
         else:
             cores = usable_cores()  # Ray begins with as many workers
@@ -153,13 +157,33 @@ class RayCluster:
         bundle = {"CPU": config.cluster.cpus_per_rank} | ({"GPU": 1.0} if self._on_gpu() else {})
         self._check_resources(bundle, ranks)
         self._group = placement_group([bundle] * ranks, strategy="PACK")
-        ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
+        self._wait_placed(self._group, bundle, ranks)
         host = "127.0.0.1" if is_loopback(config.server.host) else ray.util.get_node_ip_address()
         self._head = KeptHead(config, host, warm_processes((run_head.__module__,), heed_sigterm=False))
         self._head.start()
         self._ranks = RankActors(config, self._head, self._group, bundle)
         self._ranks.start()
-        self._head.wait_serving(config.cluster.start_timeout_seconds)
+        self._head.wait_serving(self._left())
+
+    def _left(self) -> float:
+        """Seconds until the group has to serve."""
+        return max(0.0, self._until - time.monotonic())
+
+    def _wait_placed(self, group: PlacementGroup, bundle: dict[str, float], ranks: int) -> None:
+        """Waits until Ray has placed the ranks. Raises TimeoutError with what others leave of the cluster."""
+        limit = self._config.cluster.start_timeout_seconds
+        log.info("Ray places %d ranks, within cluster.start_timeout_seconds = %g", ranks, limit)
+        try:
+            ray.get(group.ready(), timeout=self._left())
+        except ray.exceptions.GetTimeoutError:
+            each = ", ".join(f"{kind} {count:g}" for kind, count in bundle.items())
+            free = ray.available_resources()
+            left = ", ".join(f"{kind} {free.get(kind, 0):g}" for kind in bundle)
+            raise TimeoutError(
+                f"Ray did not place {ranks} ranks ({each} each) within cluster.start_timeout_seconds = "
+                f"{limit:g}: others hold what the cluster has ({left} free); end them, add nodes, use fewer "
+                "ranks, or lower cluster.cpus_per_rank"
+            ) from None
 
     def _check_resources(self, bundle: dict[str, float], ranks: int) -> None:
         """Ray would wait for ever for what a cluster has not."""
@@ -183,21 +207,22 @@ class RayCluster:
         return machine_for(self._config).device == "cuda"
 
 
-def _wait_there(address: str, seconds: float) -> None:
-    """Waits until a gRPC server answers at `address`, as `ray.init` would without end. Raises TimeoutError,
-    ValueError where it is none.
+def _wait_there(address: str, seconds: float, named: str = "cluster.ray_address") -> None:
+    """Waits until a gRPC server answers at `address`, as `ray.init` would without end. named: what says it.
+    Raises TimeoutError, ValueError where it is none.
     """
     client = address.startswith(CLIENT)
     where = address.removeprefix(CLIENT) if client else services.canonicalize_bootstrap_address(address)
     if where is None:  # there is none to be found, as `ray.init` says
         return
+    log.info("Ray is waited for at %s, cluster.start_timeout_seconds = %g", where, seconds)
     tls = _tls_of_ray()
     with grpc.insecure_channel(where) if tls is None else grpc.secure_channel(where, tls) as channel:
         try:
             grpc.channel_ready_future(channel).result(seconds)
         except grpc.FutureTimeoutError:
             raise TimeoutError(
-                f"no Ray answers at {where} (cluster.ray_address = {address}) within "
+                f"no Ray answers at {where} ({named} = {address}) within "
                 f"cluster.start_timeout_seconds = {seconds:g}; set --ray-address to a Ray that runs"
             ) from None
 
