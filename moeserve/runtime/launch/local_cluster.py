@@ -22,6 +22,7 @@ import torch
 
 from moeserve.proto.host import host_id
 from moeserve.runtime.config import Config
+from moeserve.runtime.config_checks import is_loopback
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import machine_for, name_process
 from moeserve.runtime.launch.forking import DEAF, begin, hear_no_signals, warm_processes
@@ -325,6 +326,13 @@ class LocalService:
         """Starts the head and the ranks, and waits until the group serves. Raises what the head cannot start
         for, RuntimeError or TimeoutError with the reason.
         """
+        if not is_loopback(self._config.server.host):
+            log.warning(
+                "server.host = %r opens the front door to other hosts, and no lane: those of the local "
+                "launcher listen on %s, so that a MoeClient of another host, or pod, cannot call layers; it "
+                "can with cluster.launcher = 'ray', and any gRPC client by the front door's Forward",
+                *(self._config.server.host, LANES_HOST),
+            )
         try:
             self.head.start()
             self.ranks.start()

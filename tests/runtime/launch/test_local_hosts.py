@@ -45,6 +45,26 @@ def test_lanes_and_control_streams_are_on_loopback(
         cluster.head.stop()
 
 
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True)])
+def test_a_front_door_beyond_loopback_is_said_to_have_no_lanes_there(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    warned: bool,
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    config = house_config(tmp_path, server__host=host, server__metrics_port=-1, keys__allow_plaintext=True)
+    service = local_cluster.LocalService(config)
+    for part, name in ((service.head, "start"), (service.ranks, "start")):
+        monkeypatch.setattr(part, name, lambda: None)
+    monkeypatch.setattr(service.head, "wait_serving", lambda seconds: None)
+    with caplog.at_level("WARNING"):
+        service.start()
+    service.head.stop()
+    assert ("a MoeClient of another host" in caplog.text) == warned
+
+
 @pytest.mark.parametrize(
     ("host", "reached"),
     [
