@@ -18,6 +18,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
 from moeserve.proto.client.payload import TRANSPORTS
 from moeserve.proto.errors import MoeError
+from moeserve.proto.timeouts import LONGEST_SECONDS
 
 WARM_UP_CALLS = 5  # of each caller, not counted
 
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("rows", "concurrency", "duration"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be more than 0")
+    if not args.duration <= LONGEST_SECONDS:
+        raise ValueError(f"--duration={args.duration:g} must be {LONGEST_SECONDS:g} seconds or less")
     with client_of(args, lane=args.lane, transport=args.transport) as client:
         load = make_load(client.model(), args)
         result = measure(client, load, args.concurrency, args.duration)

@@ -159,7 +159,7 @@ def _check_served(config: Config) -> None:
 
     from moeserve.runtime.keys.keys import Keys
     from moeserve.runtime.launch.environment import machine_for
-    from moeserve.runtime.planning.layers import plans_for
+    from moeserve.runtime.planning.layers import first_epoch, plans_for
     from moeserve.runtime.sections import ConfigError
     from moeserve.runtime.served import served_from
 
@@ -167,6 +167,7 @@ def _check_served(config: Config) -> None:
     served, ranks = served_from(config), config.parallel.mesh.ranks
     for layer in served.layers:
         served.checkpoint.gate(layer)
+    first_epoch(served)
     if config.cluster.launcher == "ray":
         return  # its nodes may be of another kind than this machine
     machine = machine_for(config)

@@ -29,8 +29,15 @@ from moeserve.runtime.sections import (
 LAST_PORT = 65535
 
 MOST_NUMBER = (1 << 63) - 1
-MOST = dict.fromkeys(("server.max_message_bytes", "step.lane_rows"), (1 << 31) - 1)
-"""Most of keys that gRPC, or a message of the contract, holds in 32 bits."""
+MOST = dict.fromkeys(("server.max_message_bytes", "step.lane_rows"), (1 << 31) - 1) | {
+    "cluster.threads_per_rank": 4096,
+    "cluster.ring_bytes": 1 << 30,
+}
+"""Most of keys that gRPC, or a message of the contract, holds in 32 bits; and of those with which no rank
+would start: more threads than any host has cores, and memory than a ring can be made of.
+"""
+LEAST = {"server.max_message_bytes": 1 << 20}
+"""Least of keys with which a service would start and answer nothing: its own replies have to fit, and a row."""
 
 CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
@@ -86,6 +93,8 @@ def check_numbers(table: str, values: Any) -> None:
             raise ConfigError(f"{key} = {value:g} must be {LONGEST_SECONDS:g} (about 23 days) or less")
         if isinstance(value, int) and value > (most := MOST.get(key, MOST_NUMBER)):
             raise ConfigError(f"{key} = {value} must be {most} or less")
+        if 0 < value < LEAST.get(key, 0):
+            raise ConfigError(f"{key} = {value} must be {LEAST[key]} or more")
         if key in POSITIVE and value <= 0:
             raise ConfigError(f"{key} = {value} must be positive")
         if value < 0:

@@ -106,6 +106,28 @@ class TestACheckpoint:
         assert "unknown kernel 'fast'; known: cuda_fp4" in said
 
 
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_redundant_experts_that_ranks_cannot_share_are_refused_before_a_process_starts(
+    launcher: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moeserve.cli.serve._cluster", lambda config: pytest.fail("it was started"))
+    file = tmp_path / "house.toml"
+    file.write_text("[balance]\nredundant_experts = 3\n")
+    words = [*SERVE, "--launcher", launcher, "--data-parallel-size", "2", "--enable-expert-parallel"]
+    said = refused([*words, str(file), "--checkpoint", str(checkpoint)], capsys)
+    assert "3 redundant experts do not divide over 2 ranks" in said
+
+
+def test_a_bench_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in ("inf", "nan", "1e12"):
+        said = refused(["bench", "127.0.0.1:1", "--duration", seconds], capsys)
+        assert "--duration=" in said and "must be" in said
+
+
 def test_cuda_without_a_gpu(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

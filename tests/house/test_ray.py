@@ -163,7 +163,9 @@ def test_a_cluster_that_others_hold_is_waited_for_once_and_named(
         others = placement_group([{"CPU": 1.0}] * 6)
         ray.get(others.ready(), timeout=30)
         config = house_config(checkpoint_path, cluster__start_timeout_seconds=2.0, **EP4)
-        with pytest.raises(TimeoutError, match=r"did not place 4 ranks \(CPU 1 each\) within .* = 2:.*CPU 0 f"):
+        with pytest.raises(
+            TimeoutError, match=r"not place 4 ranks \(CPU 1 each\) within .* = 2:.*CPU 0 free"
+        ):
             RayCluster(config).start()
     finally:
         ray.shutdown()

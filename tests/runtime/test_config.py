@@ -1,11 +1,12 @@
 """The configuration: one frozen value, every wrong key or value named."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moeserve.runtime.config import Config
+from moeserve.runtime.config import Config, from_mapping
 from moeserve.runtime.sections import ConfigError
 
 
@@ -148,6 +149,10 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
             "balance.shadows = true: ranks hold slices of every expert.*enable_expert_parallel",
         ),
         ({"balance.shadow_bytes": -1}, "balance.shadow_bytes = -1 must not be negative"),
+        ({"server.max_message_bytes": 64}, "server.max_message_bytes = 64 must be 1048576 or more"),
+        ({"server.max_message_bytes": 0}, "server.max_message_bytes = 0 must be positive"),
+        ({"cluster.threads_per_rank": 100000}, "cluster.threads_per_rank = 100000 must be 4096 or less"),
+        ({"cluster.ring_bytes": 1 << 62}, "cluster.ring_bytes = .* must be 1073741824 or less"),
     ],
 )
 def test_values_that_make_no_sense_are_named(values: dict[str, object], message: str) -> None:
@@ -195,3 +200,9 @@ def test_names_of_schemes_to_load_as_are_taken(name: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none.toml"):
         Config.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("name", ['a"b\\c', "two\nlines", "\x00\x1f\x7f", "Eisvögel 🐦"])
+def test_what_is_printed_is_toml_and_says_the_same(name: str) -> None:
+    config = Config().with_values({"model.checkpoint": "x", "model.name": name})
+    assert from_mapping(Config, tomllib.loads("\n".join(config.lines()))) == config
