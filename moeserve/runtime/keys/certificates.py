@@ -152,7 +152,9 @@ class Certificates:
         context.num_tickets = 0
         self._show(context)
         if demands is not ssl.CERT_NONE:
-            _trust(context, _callers_roots(texts), "keys.client_ca")
+            # each alone first: beside the other's authorities a file without any would pass
+            _trust(context, texts["client_ca"], "keys.client_ca")
+            _trust(context, texts["ca"], "keys.ca")
         context.verify_mode = demands
         return context
 
@@ -183,7 +185,7 @@ def _callers_roots(texts: dict[str, bytes]) -> bytes:
 def _trust(context: ssl.SSLContext, roots: bytes, key: str) -> None:
     try:
         context.load_verify_locations(cadata=roots.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError) as error:
+    except (ssl.SSLError, ValueError) as error:  # ValueError: an empty file, or no ASCII
         raise _Unfit(f"{key} holds no authority in PEM: {error}") from error
 
 

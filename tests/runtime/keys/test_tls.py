@@ -291,6 +291,24 @@ def test_files_that_do_not_fit_leave_what_was(ring: Keyring, caplog: pytest.LogC
         door.endpoint.stop(0)
 
 
+@pytest.mark.parametrize("text", [b"", b"\n", b"nothing"])
+@pytest.mark.parametrize("key", ["ca", "client_ca"])
+def test_authorities_that_are_none_leave_those_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, text: bytes
+) -> None:
+    """As while somebody writes over the file."""
+    ring = Keyring(tmp_path, "mutual")
+    certificates = Certificates(config := config_of(ring))
+    before = certificates.accepting(), certificates.dialling()
+    path = Path(getattr(config, key))
+    authority = path.read_bytes()
+    path.write_bytes(text)
+    assert (certificates.accepting(), certificates.dialling()) == before
+    assert f"the certificate before stays: keys.{key} holds no authority in PEM" in caplog.text
+    path.write_bytes(authority)
+    assert certificates.accepting() not in before
+
+
 def serial(certificates: Certificates) -> int:
     """Of the certificate that is shown to a new connection."""
     read = certificates._now()
@@ -373,6 +391,9 @@ def test_open_connections_keep_what_they_have(ring: Keyring) -> None:
         ("private_key", b"nothing", "do not make a pair that TLS takes"),
         ("ca", b"nothing", "keys.ca holds no authority in PEM"),
         ("client_ca", b"\xff", "keys.client_ca holds no authority in PEM"),
+        ("client_ca", b"nothing", "keys.client_ca holds no authority in PEM"),
+        ("client_ca", b"", "keys.client_ca holds no authority in PEM"),
+        ("ca", b"", "keys.ca holds no authority in PEM"),
         ("ca", None, "cannot read"),
     ],
 )
