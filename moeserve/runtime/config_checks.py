@@ -37,7 +37,7 @@ MOST = dict.fromkeys(("server.max_message_bytes", "step.lane_rows"), (1 << 31) -
 would start: more threads than any host has cores, and memory than a ring can be made of.
 """
 LEAST = {"server.max_message_bytes": 1 << 20}
-"""Least of keys with which a service would start and answer nothing: its own replies have to fit, and rows."""
+"""Least of keys with which a service would start and answer nothing: its replies have to fit, and rows."""
 
 CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
