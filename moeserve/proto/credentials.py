@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import ssl
 import threading
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25  # between looks whether a file has changed
 WRITTEN_SECONDS = 0.5  # at most, for a file that is being written when a client begins
@@ -169,6 +172,7 @@ class KeyedChannel:
         self._stamps, self._metadata, tls = _settled(credentials)
         self._channel = make(tls)
         self._before: Any = None
+        self._said = ""  # in the log, of files that cannot be used
         self.closed = False
 
     def unary_unary(self, path: str, *given: Any, **options: Any) -> KeyedMethod:
@@ -212,11 +216,17 @@ class KeyedChannel:
         try:
             stamps = self._credentials.stamps()
             if stamps == self._stamps:
+                self._said = ""
                 return
             metadata = self._credentials.metadata()
             tls = None if stamps[0] == self._stamps[0] else self._credentials.grpc_channel()
-        except (OSError, ValueError):
-            return  # a file is being replaced, or gone: what was read before may still be valid
+        except (OSError, ValueError) as error:
+            # a file is being replaced, or gone: what was read before may still be valid
+            if str(error) != self._said:
+                self._said = str(error)
+                log.error("what this client showed before stays: %s", error)
+            return
+        self._said = ""
         self._stamps, self._metadata = stamps, metadata
         if tls is not None:
             self._before, self._channel = self._channel, self._make(tls)

@@ -128,6 +128,15 @@ def test_a_bench_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--duration=" in said and "must be" in said
 
 
+@pytest.mark.parametrize("flag", ["--ca", "--token-file"])
+def test_keys_that_cannot_be_read_are_named_with_their_flag(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file or directory")):
+        said = refused(["status", "127.0.0.1:1", flag, str(path)], capsys)
+        assert f"{flag} {path} cannot be read: {why}" in said
+
+
 def test_cuda_without_a_gpu(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

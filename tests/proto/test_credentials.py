@@ -143,6 +143,21 @@ def test_files_are_read_again_when_they_change(tmp_path: Path, monkeypatch: pyte
     assert all(one.closed for one in made)
 
 
+def test_a_file_that_cannot_be_used_is_an_error_in_the_log_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(room, "LOOK_SECONDS", 0.0)
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    keyed = KeyedChannel(Credentials(token_file=str(token)), lambda tls: Channel([]))
+    for wrong in (f"{TOKEN} and more", None):
+        token.unlink() if wrong is None else token.write_text(wrong)
+        for _ in range(3):
+            keyed.unary_unary("/x")(b"")
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert f"before stays: {token} must hold one token" in caplog.text and TOKEN not in caplog.text
+
+
 def test_files_are_not_looked_at_for_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)

@@ -46,8 +46,16 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(args: argparse.Namespace) -> Credentials | None:
-    """What the flags say; None where they say nothing. Raises ValueError where they do not fit together."""
+    """What the flags say; None where they say nothing. Raises ValueError where they do not fit together, or
+    name a file that cannot be read.
+    """
     given = {field: value for field, _, _ in CREDENTIALS.values() if (value := getattr(args, field))}
+    for flag, (field, metavar, _) in CREDENTIALS.items():
+        if metavar != "NAME" and (path := given.get(field)):
+            try:
+                open(path, "rb").close()
+            except OSError as error:
+                raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
     return Credentials(**given) if given else None
 
 
