@@ -60,7 +60,7 @@ def serving() -> list[Panel]:
         number(
             "Errors",
             "Share of calls that ended in another code than OK.",
-            now(f"1 - sum({ANSWERED}) / sum({rate('moe_requests_total')})"),
+            now(f"1 - (sum({ANSWERED}) or vector(0)) / sum({rate('moe_requests_total')})"),
             unit="percentunit",
         ),
         number(
