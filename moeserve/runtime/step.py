@@ -219,6 +219,7 @@ class Job:
     lent: Lent | None = None  # what a device may touch of the caller's memory
     several: Several | None = None  # whose rows it has, where callers can leave by themselves
     upload: Upload | None = None  # its hidden states, where they were sent to the device ahead of its step
+    routed_by: int = 0  # version of the weights whose correction bias chose its experts; 0: none did
     created: float = field(default_factory=time.monotonic)
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET

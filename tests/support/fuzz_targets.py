@@ -133,7 +133,9 @@ class Door:
         self.served = served_from(config)
         self.regions = Regions(RegionLimits(max_bytes=1 << 20))
         name = model_name(config)
-        self.reader = RequestReader(name, self.served, self.served.checkpoint.gate, Payloads(self.regions))
+        self.reader = RequestReader(
+            name, self.served, lambda layer: (self.served.checkpoint.gate(layer), 1), Payloads(self.regions)
+        )
         self.lane = Lane(0, 64, 8)
         self.lane.open()
         self.door = LaneDoor(self.reader, self.lane, self.regions, lambda: 1, lambda *seen: None)

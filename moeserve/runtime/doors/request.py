@@ -73,11 +73,13 @@ class RequestReader:
     the served one are converted, and the answer converted back.
     """
 
-    def __init__(self, name: str, served: Served, gate: Callable[[int], Gate], payloads: Payloads) -> None:
+    def __init__(
+        self, name: str, served: Served, gate: Callable[[int], tuple[Gate, int]], payloads: Payloads
+    ) -> None:
         self._name = name
         self._served = served
         self._layers = frozenset(served.layers)
-        self._gate = gate  # of a layer, by the weights that it holds now
+        self._gate = gate  # of a layer, by the weights that it holds now, and their version
         self._payloads = payloads
 
     def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
@@ -108,35 +110,37 @@ class RequestReader:
         try:
             self._check("hidden", opened.hidden, self._served.checkpoint.hidden, "the model's hidden size")
             enter(opened.hidden.shape[0])
-            experts, weights = self._route(request.layer, opened)
+            experts, weights, routed_by = self._route(request.layer, opened)
             hidden = _as(self._served.dtype, opened.hidden)
         except BaseException:
             opened.close()
             raise
         in_place = opened.reached and hidden.data_ptr() == opened.hidden.data_ptr()
         lent = Lent(CallerMemory(opened.close), in_place, opened.home)
+        demanded = request.weights_version
         return CheckedRequest(
-            LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version, lent),
-            opened,
+            LaneBatch(request.layer, hidden, experts, weights, deadline, demanded, lent, routed_by), opened
         )
 
-    def _route(self, layer: int, opened: OpenRequest) -> tuple[Tensor, Tensor]:
-        """Experts `[T, K]` int32 and final weights `[T, K]` float32."""
+    def _route(self, layer: int, opened: OpenRequest) -> tuple[Tensor, Tensor, int]:
+        """Experts `[T, K]` int32 and final weights `[T, K]` float32; the version of the weights whose
+        correction bias chose them, 0 where none did.
+        """
         checkpoint = self._served.checkpoint
         if opened.logits is not None:
             self._check("logits", opened.logits, checkpoint.num_experts, "the layer's experts")
-            gate = self._gate(layer)
+            gate, version = self._gate(layer)
             if gate.by_model:
                 raise TensorError("logits", f"layer {layer} takes a choice, ids and weights: {gate.by_model}")
             if gate.by_token:
                 wanted = "send choice, with the ids that the model's table gives the tokens"
                 raise TensorError("logits", f"layer {layer} chooses experts by token id; {wanted}")
-            return gate.route(opened.logits)
+            return *gate.route(opened.logits), 0 if gate.bias is None else version
         if opened.experts is None or opened.weights is None:
             raise TensorError("route", "neither choice nor logits is set")
         self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")
         check_ids(opened.experts.numpy(), checkpoint.num_experts)
-        return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights)
+        return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights), 0
 
     @staticmethod
     def _check(field: str, tensor: Tensor, width: int, what: str) -> None:

@@ -217,7 +217,7 @@ class _RankProcess:
         self._weights.holds, self._mover.before_commit = rank.experts.holds, rank.experts.overwrite
         self._shadows = self._shadows_of(spec, rank, device) if config.balance.shadows else None
         self._telemetry.shadows(lambda: 0 if self._shadows is None else self._shadows.nbytes)
-        reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
+        reader = RequestReader(name, served, rank.experts.gate_and_version, Payloads(self._regions))
         rows = RowLimits(config.server.max_held_rows, config.server.queue_seconds, config.step.due_seconds)
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
         door.admission = RowAdmission(rows)

@@ -155,8 +155,13 @@ class RankExperts:
 
     def gate(self, layer: int) -> Gate:
         """How `layer` (decoder index) routes, by the checkpoint of the version it holds now."""
+        return self.gate_and_version(layer)[0]
+
+    def gate_and_version(self, layer: int) -> tuple[Gate, int]:
+        """The same with that version; from any thread."""
         held = self._held.get(layer)
-        return self._checkpoint(1 if held is None else held[1]).gate(layer)
+        version = 1 if held is None else held[1]
+        return self._checkpoint(version).gate(layer), version
 
     def use_weights(self, paths: Sequence[str]) -> None:
         """Sets the folder of each version's checkpoint; each is opened when it is first read from.

@@ -281,6 +281,7 @@ class Lane:
             call.part_ended,
             batch.weights_version,
             lent,
+            routed_by=batch.routed_by,
         )
 
     def cancel(self, call: LaneCall) -> None:

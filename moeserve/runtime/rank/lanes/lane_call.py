@@ -25,6 +25,7 @@ class LaneBatch:
     deadline: float = math.inf  # time.monotonic() seconds
     weights_version: int = 0  # demanded; 0: none
     lent: Lent | None = None  # what a device may touch of the caller's memory
+    routed_by: int = 0  # version of the weights whose correction bias chose the experts; 0: none did
 
     def parts(self, capacity: int) -> list[slice]:
         """The rows in pieces of at most `capacity`."""

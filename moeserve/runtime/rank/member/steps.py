@@ -12,7 +12,7 @@ import torch
 
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.errors import WrongVersion
+from moeserve.runtime.errors import GroupUnavailable, WrongVersion
 from moeserve.runtime.rank.answers import on_host
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
@@ -296,9 +296,19 @@ def _in_place(parts: Parts, dtype: torch.dtype) -> Lent | None:
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:
-    """The job, unless it demands other weights: then it fails, and its rows travel without experts."""
-    if job is None or job.weights_version in (0, version):
+    """The job, unless it demands other weights, or those chose its experts: then it fails, and its rows
+    travel without experts.
+    """
+    if job is None or (job.weights_version in (0, version) and job.routed_by in (0, version)):
         return job
+    if job.weights_version in (0, version):
+        job.fail(
+            GroupUnavailable(
+                f"layer {job.layer} was reloaded while this call waited: the correction bias of weights "
+                f"version {job.routed_by} chose its experts, and {version} is served; ask again"
+            )
+        )
+        return None
     job.fail(
         WrongVersion(
             f"layer {job.layer} is served with weights version {version}, and {job.weights_version} is "
