@@ -12,6 +12,7 @@ import torch
 
 from moeserve.checkpoints.dialects.dialect import Storage
 from moeserve.checkpoints.families.family import ModelFamily
+from moeserve.checkpoints.load_as import check_groups, keeps
 from moeserve.checkpoints.names import LayerNames
 from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.read_ahead import Span
@@ -225,7 +226,9 @@ class StoredLayer:
                     matrix.bias_entry()
 
     def _check_sizes(self) -> None:
-        """Raises CheckpointError where H or I is no multiple of a group; 128x128 blocks may be cut short."""
+        """Raises CheckpointError where H or I is no multiple of a group, in the file or as experts are loaded;
+        128x128 blocks may be cut short.
+        """
         form = self.storage.scheme.weights
         groups = {tensor.columns for tensor in self.storage.tensors if tensor.rows == 1} - {1, WHOLE}
         for part in form.parts:
@@ -235,6 +238,10 @@ class StoredLayer:
                         raise CheckpointError(
                             f"{letter}={size} must be a multiple of {part.columns}, a group of {form}"
                         )
+        loaded = self.scheme.weights
+        if not keeps(form, loaded):
+            for letter, size in (("H", self.hidden), ("I", self.inner)):
+                check_groups(letter, size, loaded)
 
     def _check_names(self, layer: str) -> None:
         everything = self.storage.everything

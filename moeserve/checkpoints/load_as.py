@@ -62,16 +62,23 @@ def keeps(stored: Format, form: Format) -> bool:
     return stored in (form, KEPT.get(form))
 
 
+def check_groups(letter: str, size: int, form: Format) -> None:
+    """Raises CheckpointError where so many columns are no multiple of a group that `form` is encoded in."""
+    for part in form.parts:
+        if part.rows == 1 and part.columns != WHOLE and size % part.columns:
+            raise CheckpointError(
+                f"{letter}={size} must be a multiple of {part.columns}, a group of {form}, for experts to be "
+                "loaded so"
+            )
+
+
 def requantized(gate_up: list[Packed], down: Packed, form: Format) -> tuple[Packed, Packed]:
     """Encodes a whole expert in `form`: `[2I, H]` with gate rows first, and `[H, I]`.
 
     Raises CheckpointError for a size that is no multiple of a group of columns.
     """
     for packed in (*gate_up, down):
-        for part in form.parts:
-            span = part.columns
-            if part.rows == 1 and span != WHOLE and int(packed.shape[-1]) % span:
-                raise CheckpointError(f"K={packed.shape[-1]} must be a multiple of {span}, a group of {form}")
+        check_groups("K", int(packed.shape[-1]), form)
     both = torch.cat([half.dequantize() for half in gate_up])
     return form.quantize(both), form.quantize(down.dequantize())
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from quantized import INNER, PRODUCERS, Producer, write
 from quantized_tensors import plain
 
-from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
 from moeserve.checkpoints.load_as import ALIASES
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.schemes import SCHEMES
@@ -86,3 +87,13 @@ def test_slices_may_not_cut_a_block_of_the_new_format(tmp_path: Path) -> None:
     write(tmp_path, PLAIN)
     with pytest.raises(ValueError, match="which must be a multiple of 128, a block of fp8_block128"):
         Checkpoint(tmp_path, load_as="fp8_per_block").shape(0, 4)
+
+
+@pytest.mark.parametrize(("name", "group"), [("int4_group128", 128), ("mxfp4 x bf16", 32)])
+def test_sizes_that_are_no_multiple_of_a_group_are_refused_before_anything_is_read(
+    name: str, group: int, tmp_path: Path
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, inner=group // 2)
+    said = f"[HI]=\\d+ must be a multiple of {group}, a group of {name.split()[0]}, for experts to be loaded so"
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint(tmp_path, load_as=name)
