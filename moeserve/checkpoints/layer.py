@@ -226,8 +226,8 @@ class StoredLayer:
                     matrix.bias_entry()
 
     def _check_sizes(self) -> None:
-        """Raises CheckpointError where H or I is no multiple of a group, in the file or as experts are loaded;
-        128x128 blocks may be cut short.
+        """Raises CheckpointError where H or I is no multiple of a group, of the file or of what experts are
+        loaded as; 128x128 blocks may be cut short.
         """
         form = self.storage.scheme.weights
         groups = {tensor.columns for tensor in self.storage.tensors if tensor.rows == 1} - {1, WHOLE}

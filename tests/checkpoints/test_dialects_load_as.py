@@ -94,6 +94,6 @@ def test_sizes_that_are_no_multiple_of_a_group_are_refused_before_anything_is_re
     name: str, group: int, tmp_path: Path
 ) -> None:
     make_checkpoint("qwen3_moe", tmp_path, inner=group // 2)
-    said = f"[HI]=\\d+ must be a multiple of {group}, a group of {name.split()[0]}, for experts to be loaded so"
+    said = f"must be a multiple of {group}, a group of {name.split()[0]}, for experts to be loaded so"
     with pytest.raises(CheckpointError, match=said):
         Checkpoint(tmp_path, load_as=name)
