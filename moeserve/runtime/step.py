@@ -188,6 +188,13 @@ class Segment(NamedTuple):
     home: Tensor
 
 
+class Routed(NamedTuple):
+    """Router logits `[T, E]`, and the version of the weights whose correction bias chose experts by them."""
+
+    logits: Tensor
+    version: int
+
+
 class Several(Protocol):
     """Callers whose rows are one job."""
 
@@ -219,7 +226,7 @@ class Job:
     lent: Lent | None = None  # what a device may touch of the caller's memory
     several: Several | None = None  # whose rows it has, where callers can leave by themselves
     upload: Upload | None = None  # its hidden states, where they were sent to the device ahead of its step
-    routed_by: int = 0  # version of the weights whose correction bias chose its experts; 0: none did
+    routed: Routed | None = None  # its logits, where a correction bias took part in choosing its experts
     created: float = field(default_factory=time.monotonic)
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET

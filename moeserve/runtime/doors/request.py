@@ -20,7 +20,7 @@ from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch
 from moeserve.runtime.served import Served
-from moeserve.runtime.step import CallerMemory, Lent, Stamp
+from moeserve.runtime.step import CallerMemory, Lent, Routed, Stamp
 
 
 class NotServed(LookupError):
@@ -110,7 +110,7 @@ class RequestReader:
         try:
             self._check("hidden", opened.hidden, self._served.checkpoint.hidden, "the model's hidden size")
             enter(opened.hidden.shape[0])
-            experts, weights, routed_by = self._route(request.layer, opened)
+            experts, weights, routed = self._route(request.layer, opened)
             hidden = _as(self._served.dtype, opened.hidden)
         except BaseException:
             opened.close()
@@ -119,12 +119,12 @@ class RequestReader:
         lent = Lent(CallerMemory(opened.close), in_place, opened.home)
         demanded = request.weights_version
         return CheckedRequest(
-            LaneBatch(request.layer, hidden, experts, weights, deadline, demanded, lent, routed_by), opened
+            LaneBatch(request.layer, hidden, experts, weights, deadline, demanded, lent, routed), opened
         )
 
-    def _route(self, layer: int, opened: OpenRequest) -> tuple[Tensor, Tensor, int]:
-        """Experts `[T, K]` int32 and final weights `[T, K]` float32; the version of the weights whose
-        correction bias chose them, 0 where none did.
+    def _route(self, layer: int, opened: OpenRequest) -> tuple[Tensor, Tensor, Routed | None]:
+        """Experts `[T, K]` int32 and final weights `[T, K]` float32, and by what a correction bias chose
+        them: another one may come before their step.
         """
         checkpoint = self._served.checkpoint
         if opened.logits is not None:
@@ -135,12 +135,13 @@ class RequestReader:
             if gate.by_token:
                 wanted = "send choice, with the ids that the model's table gives the tokens"
                 raise TensorError("logits", f"layer {layer} chooses experts by token id; {wanted}")
-            return *gate.route(opened.logits), 0 if gate.bias is None else version
+            routed = None if gate.bias is None else Routed(opened.logits, version)
+            return *gate.route(opened.logits), routed
         if opened.experts is None or opened.weights is None:
             raise TensorError("route", "neither choice nor logits is set")
         self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")
         check_ids(opened.experts.numpy(), checkpoint.num_experts)
-        return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights), 0
+        return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights), None
 
     @staticmethod
     def _check(field: str, tensor: Tensor, width: int, what: str) -> None:

@@ -23,6 +23,7 @@ from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import HeldExpert
 from moeserve.runtime.served import Served
+from moeserve.runtime.step import Job
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,14 @@ class RankExperts:
         held = self._held.get(layer)
         version = 1 if held is None else held[1]
         return self._checkpoint(version).gate(layer), version
+
+    def reroute(self, job: Job, version: int) -> None:
+        """Chooses a job's experts anew where the correction bias of another version has chosen them. Raises
+        what opening that checkpoint does.
+        """
+        if job.routed is not None and job.routed.version != version:
+            job.experts, job.weights = self._checkpoint(version).gate(job.layer).route(job.routed.logits)
+            job.routed = job.routed._replace(version=version)
 
     def use_weights(self, paths: Sequence[str]) -> None:
         """Sets the folder of each version's checkpoint; each is opened when it is first read from.

@@ -269,10 +269,11 @@ class Lane:
                 self.retire(job.upload)
 
     def _job(self, batch: LaneBatch, part: slice, call: LaneCall) -> Job:
-        columns, lent = (batch.hidden, batch.experts, batch.weights), batch.lent
+        columns, lent, routed = (batch.hidden, batch.experts, batch.weights), batch.lent, batch.routed
         if part.stop - part.start < batch.hidden.shape[0]:
             columns = tuple(column[part] for column in columns)  # type: ignore[assignment]
             lent = None if lent is None else lent.part(part)
+            routed = None if routed is None else routed._replace(logits=routed.logits[part])
         return Job(
             next(self._numbers),
             batch.layer,
@@ -281,7 +282,7 @@ class Lane:
             call.part_ended,
             batch.weights_version,
             lent,
-            routed_by=batch.routed_by,
+            routed=routed,
         )
 
     def cancel(self, call: LaneCall) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeserve.runtime.errors import one_version
-from moeserve.runtime.step import Job, Lent, Stamp
+from moeserve.runtime.step import Job, Lent, Routed, Stamp
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class LaneBatch:
     deadline: float = math.inf  # time.monotonic() seconds
     weights_version: int = 0  # demanded; 0: none
     lent: Lent | None = None  # what a device may touch of the caller's memory
-    routed_by: int = 0  # version of the weights whose correction bias chose the experts; 0: none did
+    routed: Routed | None = None  # logits, where a correction bias took part in choosing the experts
 
     def parts(self, capacity: int) -> list[slice]:
         """The rows in pieces of at most `capacity`."""

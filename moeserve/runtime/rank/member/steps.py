@@ -168,11 +168,27 @@ class MemberSteps:
             return []
         parts: list[tuple[int, Job | None]] = []
         for (_, rows), job in zip(header.jobs, self._lane.take(header.jobs), strict=True):
-            wanted = wanted_in(job, version)
+            wanted = self._routed(wanted_in(job, version), version)
             if job is not None and wanted is None and job.upload is not None:
                 self._retire(job.upload)
             parts.append((rows, wanted))
         return parts
+
+    def _routed(self, job: Job | None, version: int) -> Job | None:
+        """The job with experts that the correction bias of these weights has chosen, where any has: its layer
+        may have been reloaded since. None where it has failed.
+        """
+        if job is None or job.routed is None or job.routed.version == version:
+            return job
+        try:
+            self._rank.experts.reroute(job, version)
+        except (OSError, ValueError) as error:
+            why = (
+                f"layer {job.layer} was reloaded while this call waited, and its bias cannot be read: {error}"
+            )
+            job.fail(GroupUnavailable(why))
+            return None
+        return job
 
     def _launch(self, header: Header, parts: Parts) -> tuple[InFlight, Phases]:
         """Gathers the rows, launches the step, and has the answer brought home."""
@@ -296,19 +312,9 @@ def _in_place(parts: Parts, dtype: torch.dtype) -> Lent | None:
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:
-    """The job, unless it demands other weights, or those chose its experts: then it fails, and its rows
-    travel without experts.
-    """
-    if job is None or (job.weights_version in (0, version) and job.routed_by in (0, version)):
+    """The job, unless it demands other weights: then it fails, and its rows travel without experts."""
+    if job is None or job.weights_version in (0, version):
         return job
-    if job.weights_version in (0, version):
-        job.fail(
-            GroupUnavailable(
-                f"layer {job.layer} was reloaded while this call waited: the correction bias of weights "
-                f"version {job.routed_by} chose its experts, and {version} is served; ask again"
-            )
-        )
-        return None
     job.fail(
         WrongVersion(
             f"layer {job.layer} is served with weights version {version}, and {job.weights_version} is "
