@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from math import isinf
 
 import torch
 
@@ -203,7 +204,12 @@ class StoredLayer:
         value = float(matrix.read(static.tensor).item())
         if value <= 0:
             raise CheckpointError(f"scale {matrix.name(static.tensor)} must be positive, found {value}")
-        return value if not static.reciprocal else torch.tensor(value).reciprocal().item()
+        given = torch.tensor(value).reciprocal().item() if static.reciprocal else value
+        if isinf(given):
+            raise CheckpointError(
+                f"scale {matrix.name(static.tensor)} divides, and {value:g} has no reciprocal in float32"
+            )
+        return given
 
     def check(self, layer: int) -> None:
         """Compares all tensors of the layer with what its family and dialect say; reads headers only.

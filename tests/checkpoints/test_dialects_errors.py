@@ -359,6 +359,18 @@ SPOILED: dict[str, tuple[str, str, Change, str]] = {
         lambda t: t * 2,
         r"gate_proj.weight_scale_2=\S+ and \S+up_proj.weight_scale_2=\S+ disagree; gate and up of an",
     ),
+    "a divisor without a reciprocal": (
+        "ct NVFP4",
+        "weight_global_scale",
+        lambda tensor: torch.full_like(tensor, 1e-40),
+        "divides, and 9.99995e-41 has no reciprocal in float32",
+    ),
+    "an input divisor without a reciprocal": (
+        "ct NVFP4",
+        "input_global_scale",
+        lambda tensor: torch.full_like(tensor, 1e-40),
+        "divides, and 9.99995e-41 has no reciprocal in float32",
+    ),
     "a divisor of zero": ("ct NVFP4", "weight_global_scale", torch.zeros_like, "must be positive, found 0.0"),
     "a static scale of zero": (
         "modelopt FP8",

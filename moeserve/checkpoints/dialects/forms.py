@@ -125,10 +125,16 @@ def nvfp4_divided(activations: Format, static: StaticScale | None = None) -> Sto
 
 
 def reciprocal(name: str, divisor: Tensor) -> Tensor:
-    """Returns 1 / divisor in float32. Raises CheckpointError where the divisor is zero."""
+    """Returns 1 / divisor in float32. Raises CheckpointError where the divisor is zero, or so small that it
+    has none.
+    """
     if not (divisor > 0).all():
         raise CheckpointError(f"scale {name} divides, so it must be positive, found 0.0")
-    return divisor.float().reciprocal()
+    found = divisor.float().reciprocal()
+    if found.isinf().any():
+        smallest = divisor.min().item()
+        raise CheckpointError(f"scale {name} divides, and {smallest:g} has no reciprocal in float32")
+    return found
 
 
 def _decode_divided(parts: Parts, shape: torch.Size) -> Tensor:
