@@ -118,20 +118,22 @@ class InProcess:
     def mixed(self, layer: int, rows: Rows) -> Tensor:
         """As `Way.mixed`; collective. Raises WrongRows before others are met, OutOfStep, and PeersLate."""
         self._check(layer, rows)
+        counted = self._counted
         if self._side is None:
-            return self._submitted.run(lambda: self._step(layer, rows))
+            return self._submitted.run(lambda: self._step(layer, rows, counted))
         self._wait_for_side()
-        return self._step(layer, rows)
+        return self._step(layer, rows, counted)
 
     def submit(self, layer: int, rows: Rows) -> int:
         """As `Way.submit`; collective. On a GPU the step runs on a stream of its own."""
         self._check(layer, rows)
+        counted = self._counted  # now: its turn may come after the context of `rows`, or in another one
         if self._side is None:
-            return self._submitted.put(layer, lambda: self._step(layer, rows))
+            return self._submitted.put(layer, lambda: self._step(layer, rows, counted))
         self._side_used = True
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
-            answer = self._step(layer, rows)
+            answer = self._step(layer, rows, counted)
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
         for given in rows:
@@ -248,16 +250,17 @@ class InProcess:
             self._run(agreed, none.to(rank.device))
         return agreed
 
-    def _step(self, layer: int, rows: Rows) -> Tensor:
+    def _step(self, layer: int, rows: Rows, counted: tuple[int, ...] | None) -> Tensor:
+        """counted: rows of each lane, where the caller knew them as it made the call."""
         if self._recording is not None and torch.cuda.is_current_stream_capturing():
             return self._record(self._recording, layer, rows)
         rank, own = self._joined(), rows.hidden.shape[0]
-        if self._counted is None:
+        if counted is None:
             agreed = self._meeting.agree(layer, own)
-        elif self._counted[rank.index] == own:
-            agreed = Agreed(layer, self._counted)
+        elif counted[rank.index] == own:
+            agreed = Agreed(layer, counted)
         else:
-            told = self._counted[rank.index]
+            told = counted[rank.index]
             raise WrongRows(f"layer {layer}: {own} rows, and `rows` was told {told} of rank {rank.index}")
         return self._run(agreed, self._lane_rows(rows)).to(rows.hidden.dtype)
 

@@ -223,3 +223,20 @@ def out_of_step(rank: int, world: int, path: Path, backend: str) -> list[str]:
     right(MoeExperts(way, 0)(*batch), alone, 0, batch)
     way.close()
     return told
+
+
+def told_by_submit(rank: int, world: int, path: Path, backend: str) -> int:
+    """Worker: micro-batches that are submitted, each inside `rows` of its own, and awaited outside of it."""
+    way, alone = joined(rank, world, path, backend), Alone(path)
+    experts, lanes = MoeExperts(way, 0), ((64, 40), (3, 0), (1, 5), (0, 2))
+    for number in range(5):
+        batches = [alone.batch(rows[rank], seed=10 * number + at) for at, rows in enumerate(lanes)]
+        tickets = []
+        for rows, batch in zip(lanes, batches, strict=True):
+            with way.rows(rows):
+                tickets.append(experts.submit(*batch))
+        for ticket, batch in zip(tickets, batches, strict=True):
+            right(experts.wait(ticket), alone, 0, batch)
+    way.follow()
+    way.close()
+    return len(lanes)

@@ -12,7 +12,15 @@ import torch.distributed as dist
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
 from parallel import parallel_launch
-from torch_ranks import PASSES, moving, out_of_step, refused_alone, refusing, unlike_rows
+from torch_ranks import (
+    PASSES,
+    moving,
+    out_of_step,
+    refused_alone,
+    refusing,
+    told_by_submit,
+    unlike_rows,
+)
 
 from moeserve.runtime.launch.torchrun import join_torchrun
 from moeserve.runtime.rank.all2all import PeersLate
@@ -39,6 +47,11 @@ def way(path: Path) -> Iterator[InProcess]:
 def test_ranks_with_unlike_rows_and_with_none_stay_in_step(path: Path, backend: str) -> None:
     calls = parallel_launch(3, unlike_rows, path, backend, timeout=200)
     assert calls == [2 * len(PASSES) + sum(2 for lanes in PASSES if lanes[rank]) for rank in range(3)]
+
+
+def test_a_submitted_step_has_the_rows_that_were_told_as_it_was_submitted(path: Path) -> None:
+    """Not those that are told when its turn comes, which may be none."""
+    assert parallel_launch(2, told_by_submit, path, "all2allv", timeout=100) == [4, 4]
 
 
 @pytest.mark.parametrize("backend", ["all2allv", "nvlink_ll"])
