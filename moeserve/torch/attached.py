@@ -7,6 +7,7 @@ once. A call out of that order costs an announcement, and nothing else.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable, W
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
-from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
+from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows, check_process
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Attached:
         self._stages, self._most_rows = layout.stages, layout.rows
         self._pass: Pass | None = None
         self._closed = False
+        self._process = os.getpid()
         self._pinned: Pinned | None = None  # once rows come from a GPU
         self._read: dict[int, torch.cuda.Event] = {}  # by stage: when a GPU has read its last answer
         self._calls: dict[int, _Call] = {}
@@ -100,7 +102,8 @@ class Attached:
         return self.wait(self.submit(layer, rows))
 
     def submit(self, layer: int, rows: Rows) -> int:
-        """As `Way.submit`. Raises RuntimeError where all stages are busy."""
+        """As `Way.submit`. Raises RuntimeError where all stages are busy, and after a fork."""
+        check_process(self._process)
         self._sizes.check(layer, rows)
         if rows.hidden.shape[0] > self._most_rows:
             raise WrongRows(
@@ -131,7 +134,8 @@ class Attached:
         return self._numbers
 
     def wait(self, number: int) -> Tensor:
-        """As `Way.wait`; bounded by the timeout."""
+        """As `Way.wait`; bounded by the timeout. Raises RuntimeError after a fork."""
+        check_process(self._process)
         if number not in self._calls:
             raise KeyError(
                 f"call {number} is not under way: each submitted call is waited for once, and before a later "

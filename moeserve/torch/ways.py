@@ -153,6 +153,14 @@ class Rounds:
         return self.number
 
 
+def check_process(made_by: int) -> None:
+    """Raises RuntimeError in a process that was forked from the one that opened a way: what the way holds is
+    its parent's.
+    """
+    if made_by != os.getpid():
+        raise RuntimeError("this way to the experts was made before a fork; connect again in this process")
+
+
 MOST_ALIKE = 16
 """Calls of one forward pass at one layer, for ways that have no number of their own."""
 
@@ -219,10 +227,7 @@ class Submitted:
 
     def _check_process(self) -> None:
         """Raises RuntimeError in a process that was forked: the thread is its parent's, and never answers."""
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "this way to the experts was made before a fork; connect again in this process"
-            )
+        check_process(self._process)
 
 
 def _without_gradients(call: Callable[[], T]) -> T:

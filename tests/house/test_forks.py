@@ -17,9 +17,12 @@ from houses import Alone, house_config
 
 from moeserve.proto.client import AsyncMoeClient, Choice, MoeClient
 from moeserve.proto.errors import InvalidArgument, MoeError
+from moeserve.proto.integrations.attached_service import AttachedService
+from moeserve.proto.integrations.settings import Settings as EngineSettings
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
+from moeserve.torch import MoeExperts, Settings, connect
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,24 @@ def test_a_pass_is_of_one_process(house: LocalCluster, alone: Alone) -> None:
             found = torch.from_numpy(run.take(0))
             wanted = alone.forward(layer, hidden, ids, weights)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_attached_way_is_of_one_process(house: LocalCluster, alone: Alone) -> None:
+    """A child asked for another lane by the parent's name: over gRPC, which may never answer there."""
+    batch = alone.batch(4, seed=1)
+    way = connect(Settings("attached", house.address, name="way", rows=4, dtype="fp32", timeout=10.0))
+    experts, other = MoeExperts(way, 0), EngineSettings(house.address, mode="attached", timeout=10.0)
+    service, ticket = AttachedService(other), experts.submit(*batch)
+    service.call(0, batch[0], Choice(*batch[1:]))
+    for act in (
+        lambda: experts(*batch),
+        lambda: experts.wait(ticket),
+        lambda: service.call(0, batch[0], Choice(*batch[1:])),
+    ):
+        assert said_by_a_child(act) == "RuntimeError"
+    torch.testing.assert_close(experts.wait(ticket), alone.forward(0, *batch), rtol=1e-4, atol=1e-4)
+    service.close()
+    way.close()
 
 
 CALLER_WITH_A_CHILD = """

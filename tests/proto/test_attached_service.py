@@ -176,6 +176,10 @@ def test_what_is_wrong_for_good_is_not_asked_again(service: AttachedService, alo
     answered(service, alone, 0, 2, 0)
 
 
+def test_no_rows_have_an_answer(service: AttachedService, alone: Alone) -> None:
+    answered(service, alone, 0, 0, 0)
+
+
 def test_nobody_is_waited_for_longer_than_the_timeout(house: LocalCluster, alone: Alone) -> None:
     service = AttachedService(Settings("127.0.0.1:1", timeout=0.5, mode="attached"))
     with pytest.raises((Unavailable, DeadlineExceeded)):

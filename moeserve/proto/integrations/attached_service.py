@@ -11,6 +11,7 @@ else.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient, Reply
 from moeserve.proto.client.lanes import check_serving
+from moeserve.proto.client.patience import check_process
 from moeserve.proto.errors import NotFound, Overloaded, Unavailable, WeightsChanged
 from moeserve.proto.host import host_id
 from moeserve.proto.integrations.settings import MODE, Settings
@@ -47,7 +49,7 @@ class AttachedService:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._process = settings, os.getpid()
         self._name = f"engine-{uuid.uuid4().hex[:16]}"
         self._client = MoeClient(settings.address, timeout=settings.timeout, credentials=settings.credentials)
         self._rows = 0  # most of a step; 0: not asked yet
@@ -66,14 +68,15 @@ class AttachedService:
         """One layer's experts, mixed. All rows are computed with the version of the weights that is returned.
 
         hidden: [T, H] on the CPU, float32, bfloat16 or float16. Raises MoeError where no answer came within
-        the settings' timeout.
+        the settings' timeout, and RuntimeError after a fork.
         """
+        check_process(self._process)
         until = time.monotonic() + self._settings.timeout
         answer, most = torch.empty_like(hidden), self._most_rows()
         while True:
             versions = {
                 self._step(layer, slice(at, at + most), (hidden, route, answer), until)
-                for at in range(0, len(hidden), most)
+                for at in range(0, max(1, len(hidden)), most)  # no rows are a step, too
             }
             if len(versions) == 1:
                 return Reply(answer, 0, versions.pop())
