@@ -22,7 +22,7 @@ from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
 from moeserve.torch.meeting import FOLLOWS, Agreed, meeting_of
 from moeserve.torch.moves import Moves
-from moeserve.torch.ways import MOST_ALIKE, Rounds, Rows, Sizes, Submitted, WrongRows
+from moeserve.torch.ways import MOST_ALIKE, Rounds, Rows, Sizes, Submitted, WrongRows, not_under_way
 
 UNLIMITED = 1 << 60
 """Moves of a plan: as many as its policy wants."""
@@ -149,7 +149,7 @@ class InProcess:
         if self._side is None:
             return self._submitted.take(number)
         if number not in self._under_way:
-            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+            raise not_under_way(number)
         answer, ended, _ = self._under_way.pop(number)
         stream = torch.cuda.current_stream(self._side.device)
         stream.wait_event(ended)

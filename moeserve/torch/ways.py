@@ -165,6 +165,14 @@ MOST_ALIKE = 16
 """Calls of one forward pass at one layer, for ways that have no number of their own."""
 
 
+def not_under_way(number: int) -> KeyError:
+    """That nobody can wait for call `number` of a way that has no number of calls of its own."""
+    return KeyError(
+        f"call {number} is not under way: each submitted call is waited for once, and before the forward "
+        f"pass after the next; more than {MOST_ALIKE} submitted calls of one layer count as another forward pass"
+    )
+
+
 class Submitted:
     """Calls under way in a thread of their own, which makes them in the order that they were submitted.
 
@@ -205,7 +213,7 @@ class Submitted:
         """
         self._check_process()
         if number not in self._answers:
-            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+            raise not_under_way(number)
         del self._round_of[number]
         return self._answers.pop(number).result()
 

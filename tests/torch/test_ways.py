@@ -21,7 +21,7 @@ from moeserve.torch.attached import Attached
 from moeserve.torch.connecting import Settings, wanted_of
 from moeserve.torch.module import MoeExperts
 from moeserve.torch.remote import Remote
-from moeserve.torch.ways import Rounds, Rows, Submitted
+from moeserve.torch.ways import MOST_ALIKE, Rounds, Rows, Submitted
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,16 @@ def test_answers_that_nobody_waits_for_are_not_kept_for_ever() -> None:
             number = submitted.put(layer, lambda: torch.zeros(1))
     assert len(submitted.numbers) <= 6
     assert torch.equal(submitted.take(number), torch.zeros(1))
+    submitted.close()
+
+
+def test_who_has_too_many_calls_of_one_layer_under_way_is_told_how_many_may_be() -> None:
+    submitted = Submitted("test")
+    numbers = [submitted.put(0, lambda: torch.zeros(1)) for _ in range(3 * MOST_ALIKE)]
+    for number in numbers[-MOST_ALIKE:]:
+        submitted.take(number)
+    with pytest.raises(KeyError, match=f"more than {MOST_ALIKE} submitted calls of one layer"):
+        submitted.take(numbers[0])
     submitted.close()
 
 
