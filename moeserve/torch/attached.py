@@ -19,7 +19,7 @@ from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable, W
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
-from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows, check_process
+from moeserve.torch.ways import CLOSED, Rounds, Rows, Sizes, WrongRows, check_process
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class Attached:
     def _attached(self, until: float) -> AttachedLane:
         """The lane, attached anew where its rank has gone. Raises RuntimeError after `close`."""
         if self._closed:
-            raise RuntimeError("this way to the experts was closed")
+            raise RuntimeError(CLOSED)
         if self._lane is not None and not self._lane.alive:
             gone, self._lane = self._lane, None
             self._forget_pass()

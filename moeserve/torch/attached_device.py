@@ -18,7 +18,7 @@ from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable
 from moeserve.proto.passes.mailbox import WORD, Status
 from moeserve.proto.passes.running import Pass
 from moeserve.torch.caller_lane import Attach, CallerLane
-from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
+from moeserve.torch.ways import CLOSED, Rounds, Rows, Sizes, WrongRows
 
 log = logging.getLogger(__name__)
 
@@ -333,7 +333,7 @@ class AttachedDevice:
     def _attached(self) -> CallerLane:
         """The lane, made anew where its rank has gone."""
         if self._closing.is_set():
-            raise RuntimeError("this way to the experts was closed")
+            raise RuntimeError(CLOSED)
         if self._lane is not None and not self._lane.lane.alive:
             with self._lock:
                 self._abort[0] = 1

@@ -22,7 +22,7 @@ from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
 from moeserve.torch.meeting import FOLLOWS, Agreed, meeting_of
 from moeserve.torch.moves import Moves
-from moeserve.torch.ways import MOST_ALIKE, Rounds, Rows, Sizes, Submitted, WrongRows, not_under_way
+from moeserve.torch.ways import CLOSED, MOST_ALIKE, Rounds, Rows, Sizes, Submitted, WrongRows, not_under_way
 
 UNLIMITED = 1 << 60
 """Moves of a plan: as many as its policy wants."""
@@ -173,7 +173,8 @@ class InProcess:
 
         Collective, between two passes. Experts are copied beside the passes that follow, and each `follow`
         commits what all ranks have staged by then. What an earlier call began is given up. Raises ValueError
-        for an unknown policy, and where ranks hold slices of every expert, which cannot move.
+        for an unknown policy, and where ranks hold slices of every expert, which cannot move; PeersLate where
+        the others are not met in time.
         """
         if self._joined().served.mesh.sliced:
             raise ValueError("ranks hold slices of every expert, which cannot move")
@@ -221,7 +222,7 @@ class InProcess:
 
     def _joined(self) -> HostedRank:
         if self._rank is None:
-            raise RuntimeError("this way to the experts was closed")
+            raise RuntimeError(CLOSED)
         return self._rank
 
     def _check(self, layer: int, rows: Rows) -> None:

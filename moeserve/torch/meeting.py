@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +19,9 @@ from moeserve.torch.moves import NOTHING
 
 FOLLOWS = -1
 """In place of a layer, by a rank that has none to run and follows the others."""
+
+
+AS_EXPERTS_MOVE = "about to move experts"
 
 
 class OutOfStep(RuntimeError):
@@ -78,14 +83,8 @@ class Exchange:
         """
         mine = torch.tensor([layer, rows, vote])
         found = [torch.empty_like(mine) for _ in range(self._group.size())]
-        try:
+        with self._met("at the end of its pass" if layer == FOLLOWS else f"at layer {layer}"):
             dist.all_gather(found, mine, group=self._group)
-        except RuntimeError as failed:
-            place = "at the end of its pass" if layer == FOLLOWS else f"at layer {layer}"
-            raise PeersLate(
-                f"rank {self._group.rank()}, {place}, did not meet all other ranks within "
-                f"step.timeout_seconds: one is late or gone; all close their ways and connect again: {failed}"
-            ) from failed
         told: list[list[int]] = [one.tolist() for one in found]
         at = {rank: here for rank, (here, _, _) in enumerate(told) if here != FOLLOWS}
         if len(set(at.values())) > 1:
@@ -95,23 +94,36 @@ class Exchange:
         return Agreed(layer, tuple(rows for _, rows, _ in told), tuple(vote for *_, vote in told))
 
     def sum(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Collective; added up in the order of the ranks, so that all have the same bits."""
+        """Collective; added up in the order of the ranks: all have the same bits. Raises PeersLate."""
         mine = torch.from_numpy(load.copy())
         found = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(found, mine, group=self._group)
+        with self._met(AS_EXPERTS_MOVE):
+            dist.all_gather(found, mine, group=self._group)
         total: NDArray[np.float64] = torch.stack(found).sum(dim=0).numpy()
         return total
 
     def first(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Collective."""
+        """Collective. Raises PeersLate."""
         sent = torch.from_numpy(slots.copy())
-        dist.broadcast(sent, group=self._group, group_src=0)
+        with self._met(AS_EXPERTS_MOVE):
+            dist.broadcast(sent, group=self._group, group_src=0)
         received: NDArray[np.int32] = sent.numpy()
         return received
 
     def close(self) -> None:
         """Ends the group."""
         end_group(self._group)
+
+    @contextmanager
+    def _met(self, place: str) -> Iterator[None]:
+        """Around a collective of this rank at `place`. Raises PeersLate where the others are not there."""
+        try:
+            yield
+        except RuntimeError as failed:
+            raise PeersLate(
+                f"rank {self._group.rank()}, {place}, did not meet all other ranks within "
+                f"step.timeout_seconds: one is late or gone; all close their ways and connect again: {failed}"
+            ) from failed
 
 
 def meeting_of(rank: HostedRank) -> Meeting:

@@ -161,6 +161,8 @@ def check_process(made_by: int) -> None:
         raise RuntimeError("this way to the experts was made before a fork; connect again in this process")
 
 
+CLOSED = "this way to the experts was closed"
+
 MOST_ALIKE = 16
 """Calls of one forward pass at one layer, for ways that have no number of their own."""
 
@@ -169,7 +171,7 @@ def not_under_way(number: int) -> KeyError:
     """That nobody can wait for call `number` of a way that has no number of calls of its own."""
     return KeyError(
         f"call {number} is not under way: each submitted call is waited for once, and before the forward "
-        f"pass after the next; more than {MOST_ALIKE} submitted calls of one layer count as another forward pass"
+        f"pass after the next; more than {MOST_ALIKE} submitted calls of one layer count as another one"
     )
 
 
@@ -195,7 +197,7 @@ class Submitted:
         """
         self._check_process()
         if self._closed:
-            raise RuntimeError("this way to the experts was closed")
+            raise RuntimeError(CLOSED)
         number, now = next(self._numbers), self._rounds.at(layer)
         for old in [old for old, of in self._round_of.items() if of < now - 1]:
             del self._round_of[old], self._answers[old]
@@ -209,9 +211,11 @@ class Submitted:
 
     def take(self, number: int) -> Tensor:
         """The answer of `number`, or its failure. Raises KeyError for one that was taken, or never put, and
-        RuntimeError after a fork.
+        RuntimeError once it is closed, and after a fork.
         """
         self._check_process()
+        if self._closed:
+            raise RuntimeError(CLOSED)
         if number not in self._answers:
             raise not_under_way(number)
         del self._round_of[number]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,6 +108,8 @@ def test_ranks_that_are_not_met_in_time_are_late(
     monkeypatch.setattr(dist, "all_gather", all_gather)
     with pytest.raises(PeersLate, match=f"rank 1, {place}, did not meet all other ranks .*: Timed out"):
         Exchange(cast(Any, Group())).agree(layer, 5)
+    with pytest.raises(PeersLate, match="rank 1, about to move experts, did not meet all other ranks"):
+        Exchange(cast(Any, Group())).sum(np.zeros((1, 2)))
 
 
 def test_a_rank_alone_needs_no_group(way: InProcess, path: Path) -> None:
@@ -175,10 +178,14 @@ def test_it_says_that_it_has_no_gradient(way: InProcess, path: Path) -> None:
 
 def test_a_closed_way_says_so(path: Path) -> None:
     way = InProcess(join_torchrun(house_config(path)))
+    experts, batch = MoeExperts(way, 0), Alone(path).batch(1, seed=1)
+    ticket = experts.submit(*batch)
     way.close()
     way.close()
     with pytest.raises(RuntimeError, match="was closed"):
-        MoeExperts(way, 0)(*Alone(path).batch(1, seed=1))
+        experts(*batch)
+    with pytest.raises(RuntimeError, match="was closed"):
+        experts.wait(ticket)
 
 
 def test_one_option_says_where_experts_are(path: Path, tmp_path: Path) -> None:
