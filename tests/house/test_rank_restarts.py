@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, rewrite
 from failures import serve_again
 from houses import house_config
 from ports import free_ports
+from quantized import PRODUCERS, write
+from torch import Tensor
 
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -73,3 +75,41 @@ def test_a_rank_that_cannot_start_at_first_is_started_again_until_it_can(
         finally:
             cluster.stop()
             starting.join(60.0)
+
+
+def spoil(path: Path) -> None:
+    """One scale of the experts is none."""
+
+    def spoiled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors[min(name for name in tensors if name.endswith("weight_scale_inv"))].fill_(float("nan"))
+        return tensors
+
+    rewrite(path, spoiled)
+
+
+def test_experts_that_no_rank_can_read_end_a_first_start_at_once(tmp_path: Path) -> None:
+    """They are as wrong when they are read again."""
+    write(tmp_path, PRODUCERS["fp8 block"])
+    spoil(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"CheckpointError: .*weight_scale_inv"):
+        LocalCluster(house_config(tmp_path, **EP2)).start()
+    assert time.monotonic() - began < 60.0, "a tenth of cluster.start_timeout_seconds"
+
+
+def test_a_service_that_has_served_waits_for_experts_that_can_be_read(tmp_path: Path) -> None:
+    write(tmp_path, PRODUCERS["fp8 block"])
+    file = tmp_path / "model.safetensors"
+    good = file.read_bytes()
+    with LocalCluster(house_config(tmp_path, **EP2)) as house, MoeClient(house.address) as client:
+        generation = serve_again(house.address)
+        spoil(tmp_path)
+        for rank in (0, 1):
+            os.kill(house.pid(rank), signal.SIGKILL)
+        until = time.monotonic() + 30.0
+        while "CheckpointError" not in (status := client.status()).reason:
+            assert time.monotonic() < until, status
+            time.sleep(0.05)
+        assert status.state != "failed", status
+        file.write_bytes(good)  # in place: a rank keeps the files that it has opened
+        assert serve_again(house.address) > generation

@@ -78,7 +78,8 @@ class MemberMessages:
             case "voted" | "adopted":
                 self._changes.message_received(rank, message)
             case "failed":
-                self._generations.failed(rank, str(message["reason"]))
+                for_good = bool(message.get("for_good", False))
+                self._generations.failed(rank, str(message["reason"]), for_good=for_good)
             case unknown:
                 raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
 

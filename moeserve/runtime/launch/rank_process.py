@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from moeserve import __version__
-from moeserve.checkpoints.store import CheckpointError, NotThere
 from moeserve.device.machine import Machine
 from moeserve.device.nvrtc import CompileError, LaunchError
 from moeserve.proto.host import host_id, usable_cores
@@ -48,8 +47,8 @@ from moeserve.runtime.launch.environment import (
 )
 from moeserve.runtime.ordering.sequencer import StepPace
 from moeserve.runtime.planning.costing import costing_of
+from moeserve.runtime.planning.given import is_for_good
 from moeserve.runtime.planning.layers import plans_for
-from moeserve.runtime.planning.plan import NoPlan
 from moeserve.runtime.rank.host_threads import HostThreads
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.member import Member
@@ -63,16 +62,12 @@ from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.rank.weights.shadows import Shadows
-from moeserve.runtime.sections import ConfigError, PassesConfig
+from moeserve.runtime.sections import PassesConfig
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
-
-
-GIVEN = (ConfigError, CheckpointError, NoPlan)
-"""What is wrong with what a rank was given."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +82,6 @@ class RankSpec:
     ranks_on_host: int
     gpu: int  # index among the host's GPUs, where ranks run on them
     metrics_host: str = ""  # where its exporter listens; empty: as its door
-
-
-def is_for_good(error: Exception) -> bool:
-    """Whether a rank that cannot start for `error` cannot either when it is started again.
-
-    What the host refuses, such as a port in use or a disk that is not there yet, may be there the next time.
-    """
-    refused = isinstance(error, NotThere) or isinstance(error.__cause__, OSError)
-    return isinstance(error, GIVEN) and not refused
 
 
 def run_rank(spec: RankSpec, launcher_ended: threading.Event | None = None) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from moeserve.checkpoints.hub import located
 from moeserve.checkpoints.store import CheckpointError, TensorStore
-from moeserve.runtime.launch.rank_process import is_for_good
+from moeserve.runtime.planning.given import is_for_good
 from moeserve.runtime.planning.plan import NoPlan
 from moeserve.runtime.sections import ConfigError
 

@@ -225,8 +225,12 @@ class Generations:
         """A member asks something of the store in which its process groups meet, as `Rendezvous` has it."""
         self._rendezvous.asked(rank, message)
 
-    def failed(self, rank: int, reason: str) -> None:
-        """A member cannot go on. It may be the one that waited: the first one's word has all others asked."""
+    def failed(self, rank: int, reason: str, *, for_good: bool = False) -> None:
+        """A member cannot go on. It may be the one that waited: the first one's word has all others asked.
+        for_good: what it was given is wrong, which ends a service that has never served.
+        """
+        if for_good and not self._served and not self.ended:
+            self.set_state("failed", reason)
         self._blame.failed(rank, reason, time.monotonic())
         self._group.lock.notify_all()
 

@@ -28,6 +28,7 @@ from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.planning.given import is_for_good
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.announcing import Announcing
 from moeserve.runtime.rank.member.changes import MemberChanges
@@ -331,7 +332,8 @@ class Member:
             log.info("%s (its generation was aborted)", reason)
             return
         log.error("%s", reason, exc_info=error)
-        self._tell({"kind": "failed", "generation": entry["generation"], "reason": reason})
+        failed = {"kind": "failed", "generation": entry["generation"], "reason": reason}
+        self._tell(failed | {"for_good": entry["kind"] == "prepare" and is_for_good(error)})
 
     def _prepare(self, entry: Message) -> None:
         """Leaves the generation before, loads what the epoch gives this member, and votes."""
