@@ -9,6 +9,7 @@ from moeserve.cli.arguments.remote import add_address, as_json, client_of, table
 from moeserve.proto.client.patience import OPERATION_SECONDS
 
 MIB = 1 << 20
+MOST_MOVES = (1 << 32) - 1  # that a request can say
 DONE = ("planned", "moved", "even")
 """Outcomes of a rebalance that did what was asked."""
 
@@ -38,8 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and the outcome; returns 0, or 1 when it was abandoned or failed."""
-    if args.max_moves < 0:
-        raise ValueError(f"--max-moves={args.max_moves} must be 0 or more")
+    if not 0 <= args.max_moves <= MOST_MOVES:
+        raise ValueError(f"--max-moves={args.max_moves} must be 0 to {MOST_MOVES}")
     with client_of(args) as client:
         reply = client.rebalance(
             policy=args.policy, max_moves=args.max_moves, dry_run=args.dry_run, timeout=args.timeout

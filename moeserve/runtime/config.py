@@ -17,6 +17,7 @@ from moeserve.experts.balance import BALANCERS
 from moeserve.experts.routing.replicas import REPLICA_CHOICES
 from moeserve.runtime.config_checks import (
     check_cover,
+    check_host,
     check_keys,
     check_load_as,
     check_members,
@@ -143,6 +144,7 @@ class Config:
         local = self.cluster.launcher == "local"
         check_ports(self.server, max(self.parallel.mesh.ranks, room), beside=local)
         check_load_as(self.model.load_as)
+        check_host(self.server.host)
         check_keys(self.keys, self.server.host)
         return self
 

@@ -113,6 +113,17 @@ def check_spin(passes: PassesConfig) -> None:
         raise ConfigError(f"passes.spin_seconds = {passes.spin_seconds:g} is more than {MOST_AWAKE:g}")
 
 
+def check_host(host: str) -> None:
+    """An address or a name, without a port."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        if ":" in host:
+            raise ConfigError(
+                f"server.host = {host!r} is no address; give the port as server.port (--port)"
+            ) from None
+
+
 def check_keys(keys: KeysConfig, host: str) -> None:
     """What is beyond loopback is encrypted unless the operator says otherwise; tokens always are."""
     if bool(keys.certificate) != bool(keys.private_key):

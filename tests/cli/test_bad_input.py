@@ -128,6 +128,13 @@ def test_a_bench_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--duration=" in said and "must be" in said
 
 
+def test_more_moves_than_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for moves in ("-1", "99999999999"):
+        assert f"--max-moves={moves} must be 0 to" in refused(
+            ["rebalance", "127.0.0.1:1", "--max-moves", moves], capsys
+        )
+
+
 @pytest.mark.parametrize("flag", ["--ca", "--token-file"])
 def test_keys_that_cannot_be_read_are_named_with_their_flag(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

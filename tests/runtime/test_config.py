@@ -149,6 +149,10 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
             "balance.shadows = true: ranks hold slices of every expert.*enable_expert_parallel",
         ),
         ({"balance.shadow_bytes": -1}, "balance.shadow_bytes = -1 must not be negative"),
+        (
+            {"server.host": "127.0.0.1:50051"},
+            "server.host = '127.0.0.1:50051' is no address; give the port as server.port",
+        ),
         ({"server.max_message_bytes": 64}, "server.max_message_bytes = 64 must be 1048576 or more"),
         ({"server.max_message_bytes": 0}, "server.max_message_bytes = 0 must be positive"),
         ({"cluster.threads_per_rank": 100000}, "cluster.threads_per_rank = 100000 must be 4096 or less"),
