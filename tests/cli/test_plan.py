@@ -174,7 +174,7 @@ def test_sizes_that_a_scheme_cannot_have_are_named(
 ) -> None:
     words = ["plan", "--checkpoint", checkpoint, "--load-as", "int4_group128"]
     assert main(words) == 2
-    assert "K=64 must be a multiple of 128, a group of int4_group128" in capsys.readouterr().err
+    assert "H=64 must be a multiple of 128, a group of int4_group128" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["machines", "vllm-members"])

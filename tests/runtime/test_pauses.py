@@ -159,6 +159,9 @@ class _SlowLaunches:
     def await_launches(self, seconds: float) -> None:
         time.sleep(0.2)
 
+    def flow(self, lanes: list[object]) -> None:
+        assert not lanes
+
 
 @pytest.mark.parametrize(
     ("soon", "others", "least", "most"),
