@@ -85,6 +85,27 @@ def test_load_halves_with_each_half_life_and_the_sum_since_the_start_stays(half_
         assert reading.load().tokens[0].tolist() == whole.tolist()
 
 
+def test_what_is_counted_while_a_window_closes_is_of_the_next_one() -> None:
+    meter = LoadMeter(SIZES, metering=Metering(half_life=20, window_seconds=10, windows=3))
+    before, meanwhile = ids(20, 1), ids(20, 2)
+    meter.tick(0.0)
+    meter.count(0, before, before, 20)
+    closed = meter._closed
+
+    class Closing:
+        def add_(self, counted: Tensor) -> None:
+            closed.add_(counted)
+            meter.count(0, meanwhile, meanwhile, 20)
+
+    meter._closed = Closing()  # type: ignore[assignment]
+    meter.tick(10.0, beside=True)
+    meter._closed = closed
+    meter.tick(20.0, beside=True)
+    reading = read(meter, 20.0)
+    assert reading.windows[:, PHASES.index("decode"), 0].tolist() == [counted(before), counted(meanwhile)]
+    assert reading.tokens[PHASES.index("decode"), 0].sum() == sum(counted(before)) + sum(counted(meanwhile))
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_windows_close_decay_by_their_age_and_the_oldest_goes(beside: bool) -> None:
     meter = LoadMeter(SIZES, metering=Metering(half_life=20, window_seconds=10, windows=3))

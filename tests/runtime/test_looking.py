@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneModel
 from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
+from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.mail_lane import MailLane
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
@@ -279,6 +281,30 @@ def test_lanes_of_two_tracks_are_company_beside_each_other(
     host.active_at = now
     looking.note_company(there, now)
     assert looking.company_of(few) is Company.CALLS and looking.company_of(host) is Company.LANES
+    looking.mail = None
+    for caller in callers:
+        caller.lane.close()
+
+
+def test_a_lane_whose_steps_lie_on_the_device_keeps_its_track_however_long_its_caller_rests(
+    lanes: DeviceLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = lanes.looking
+    callers = [Caller(lanes._regions) for _ in range(2)]
+    few, many = (caller.lane for caller in callers)
+    few.short = True
+    host = MailHost(SimpleNamespace(waits_for=lambda lane: lane is few), None, 0)  # type: ignore[arg-type]
+    looking.mail = host
+    now = time.monotonic()
+    few.active_at, many.active_at = -math.inf, now
+    looking.note_company([few, many], now)
+    assert host._turns.flows == [True, False] and looking.company_of(many) is Company.NONE
+    monkeypatch.setattr(MailLane, "soon", property(lambda lane: lane is few))
+    looking.note_company([few, many], now)
+    assert host._turns.flows == [True, True] and host._turns.apart(short=False)
+    assert looking.company_of(many) is Company.NONE, "its caller wants nothing"
+    assert looking.company_of(few) is Company.BESIDE
+    assert [looking._waits_for(one) for one in (few, many)] == [True, False]
     looking.mail = None
     for caller in callers:
         caller.lane.close()

@@ -348,6 +348,57 @@ def test_who_changes_tracks_is_among_those_of_the_new_one(regions: Regions) -> N
     assert len(run.steps) == 1 and not run.short, "others take turns there"
 
 
+def test_who_is_alone_leaves_room_for_what_still_lies_on_the_other_track(regions: Regions) -> None:
+    caller = alone_on_its_track(regions, 30, Company.NONE)
+    caller.lane.turns.flows = [True, True]
+    assert caller.look()
+    run, _ = caller.begun[0]
+    assert [layer for layer, _ in run.steps] == LAYERS and run.beside
+
+
+def test_within_a_forward_pass_steps_beside_others_are_launched_in_turn(regions: Regions) -> None:
+    caller = alone_on_its_track(regions, 30, Company.LANES)
+    caller.lane.turns.flows = [True, True]
+    assert caller.look() and len(caller.begun[0][0].steps) == 1
+    caller.lane.company = lambda: Company.BESIDE
+    assert caller.look(), "nobody else has launched on its track"
+    run, _ = caller.begun[1]
+    assert (run.steps, run.least > 0, run.beside, run.flows) == (((5, 0),), True, True, True)
+
+
+@pytest.mark.parametrize("company", [Company.NONE, Company.BESIDE])
+@pytest.mark.parametrize("standing", [True, False])
+def test_rows_of_one_stage_do_not_wait_for_those_of_another_that_had_more(
+    regions: Regions, company: Company, standing: bool
+) -> None:
+    caller = Caller(regions)
+    caller.short_rows = 8
+    flags = m.ANY_WEIGHTS | (m.STANDING if standing else 0)
+    caller.announce([3, 5], 2, flags)
+    for stage in (0, 1):
+        caller.bring(stage, 0, 5 - stage)
+    caller.lane.company = lambda: company
+    assert caller.look() and len(caller.begun[0][0].steps) == 4
+    caller.lane.ran(Told(0, (2, 2), 4), 1)
+    first = 2 if standing else 0
+    if not standing:
+        caller.announce([3, 5], 2, flags)
+    caller.lane.company = lambda: Company.CALLS
+    for at in (first, first + 1):
+        for stage, count in enumerate((5, 9)):
+            caller.bring(stage, at, count)
+            assert caller.look()
+            caller.lane.ran(Told(0, (at + 1, at + stage), 1), 1)
+    caller.lane.company = lambda: company
+    if not standing:
+        caller.announce([3, 5], 2, flags)
+    caller.bring(0, 2 * first, 5)  # its second stage comes when this one has its answer
+    count = len(caller.begun)
+    assert caller.look() or caller.look(0.01)
+    run, _ = caller.begun[count]
+    assert run.steps == ((3, 0),) and run.short
+
+
 @dataclass
 class Timed:
     """A caller whose steps, attention and rests take so many ticks."""

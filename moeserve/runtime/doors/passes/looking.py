@@ -61,7 +61,7 @@ class Looking:
         self._mails: list[MailLane] = []  # those of callers' GPUs
         self._active: list[AnnouncedLane] = []  # lanes whose callers have wanted steps lately
         self._hosts: list[AnnouncedLane] = []  # those of them with rows in host memory
-        self._flow: list[MailLane] = []  # and those of callers' GPUs
+        self._flow: list[MailLane] = []  # those of callers' GPUs, also of whom steps just lie on the device
         self._elsewhere_at = -math.inf  # when the thread that launches steps last asked for a look
         self._next_at = -math.inf  # when the next one of its looks is due, unless a step ends before
         self._back = threading.Lock()  # held until that one says that it looks no more
@@ -214,7 +214,9 @@ class Looking:
         self._calls = self._others_at >= since
         self._active = [lane for lane in lanes if lane.active_at >= since or lane.under_way]
         self._hosts = [lane for lane in self._active if not isinstance(lane, MailLane)]
-        self._flow = [lane for lane in self._active if isinstance(lane, MailLane)]
+        self._flow = [
+            lane for lane in lanes if isinstance(lane, MailLane) and (lane.soon or lane in self._active)
+        ]
         if self.mail is not None:
             self.mail.flow(self._flow)
         self._noted = now

@@ -241,9 +241,7 @@ class MailLane(PassLane):
 
     def _beside(self, company: Company) -> bool:
         """Whether a run has to leave the other track what that needs."""
-        return company is Company.BESIDE or (
-            company is not Company.NONE and self.turns.apart(short=self.short)
-        )
+        return company is Company.BESIDE or self.turns.apart(short=self.short)
 
     def _rows_of(self, run: MailPass, count: int) -> int:
         """Room for the rows of a step, of which its caller says that there are so many."""
@@ -297,6 +295,8 @@ class MailLane(PassLane):
         if expected:  # a step is computed for as many rows as a call's is
             count = min(self._header(0)[0], self._layout.rows)
             expected = min(padded_rows(count), self._runs.most_rows) == self._padded
+            most = max(self._header(stage)[0] for stage in range(len(run.sent)))
+            expected &= self._runs.short(self._rows_of(run, most)) is self.short  # a later stage had more
         return between and expected and self._terms.ahead > 0 and not self._runs.retired
 
     def _look_for_early(self, run: MailPass, now: float) -> None:
