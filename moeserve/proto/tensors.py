@@ -157,8 +157,8 @@ def plain(array: Array, field: str, *, dtype: str = "") -> Plain:
         raise TensorError(field, f"numpy dtype {array.dtype} is not one of {', '.join(_BY_NUMPY_NAME)}")
     found = _BY_NUMPY_NAME[name]
     dense = np.ascontiguousarray(array).reshape(array.shape)
-    if name == "bfloat16":
-        return Plain(found, dense.view(found.storage))
+    if name == "bfloat16":  # of either byte order, as the others
+        dense = dense.view(np.dtype(np.uint16).newbyteorder(array.dtype.byteorder))
     return Plain(found, dense.astype(found.storage, copy=False))
 
 
@@ -200,7 +200,7 @@ def restore(made: Plain, like: Array) -> Array:
     """`made` as the kind of array that `like` is (torch on the CPU, ml_dtypes or plain numpy), not copied."""
     if is_torch(like):
         return as_torch(made.storage.data, made.spec)
-    kind = np.asarray(like).dtype
+    kind = np.asarray(like).dtype.newbyteorder("=")
     return made.storage.view(kind) if kind.name == "bfloat16" else made.storage
 
 

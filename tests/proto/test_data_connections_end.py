@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from proto_fake import FakeService, rows
+from struck import Stop, struck
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import AsyncMoeClient, MoeClient, Patience
@@ -55,6 +56,15 @@ def test_a_lane_that_claims_more_than_the_answer_is_not_believed(sizes):
         theirs.sendall(HEADER.pack(MAGIC, *sizes))
         with pytest.raises(Unavailable, match=r"a frame of \d+ bytes, where \d+ are awaited at most"):
             connection.receive()
+
+
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
+def test_what_a_signals_handler_raises_is_for_who_called(kind):
+    with pair() as (connection, _):
+        connection.send(moe_pb2.ForwardRequest(job_id="a"), 20.0)
+        with struck(kind), pytest.raises(kind):
+            connection.receive()
+        assert connection.closed, "its answer is another call's"
 
 
 def test_a_call_without_time_for_a_connection_leaves_others_theirs():

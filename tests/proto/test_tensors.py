@@ -82,6 +82,14 @@ def test_strided_and_big_endian_arrays_are_made_dense_and_little_endian():
     assert encode(plain(torch.from_numpy(strided.copy()).t(), "hidden")).data == strided.T.tobytes()
     big = np.arange(3, dtype=">i4")
     assert encode(plain(big, "ids")).data == np.arange(3, dtype="<i4").tobytes()
+    bits = np.array([0x3F80, 0x4000], ">u2")  # 1 and 2
+    found = plain(bits, "hidden", dtype="bf16")
+    assert encode(found).data == np.array([0x3F80, 0x4000], "<u2").tobytes()
+    with pytest.raises(TensorError, match="written in place"):
+        in_place(bits, "out", Spec(known("x", "bf16"), (2,)))
+    of_a_file = np.frombuffer(bits.tobytes(), np.dtype(ml_dtypes.bfloat16).newbyteorder(">"))
+    found = plain(of_a_file, "hidden")
+    assert restore(found, of_a_file).astype(np.float32).tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

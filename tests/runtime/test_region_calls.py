@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from struck import Stop, struck
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, Unavailable
@@ -101,6 +102,17 @@ def test_one_call_at_a_time(calls: RegionCalls) -> None:
     calls.leave()
     assert calls.send(job("c"), 5.0)
     calls.leave()
+
+
+def test_a_call_that_was_interrupted_leaves_the_next_one_its_lease(calls: RegionCalls) -> None:
+    assert calls.send(job("a"), 5.0)
+    with struck(Stop), pytest.raises(Stop):
+        calls.receive("a")
+    calls.leave("a")  # as who gives up what it waited for does
+    assert calls.send(job("b"), 5.0)
+    calls.leave("a")
+    assert not calls.send(job("c"), 5.0)
+    calls.leave("b")
 
 
 def test_a_request_that_is_too_long_is_not_taken(calls: RegionCalls, lane: Lane) -> None:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from google.protobuf.message import DecodeError
+
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, outcome
@@ -177,10 +179,10 @@ class DataConnection:
         except MoeError:
             self.close()
             raise
-        except Exception as failed:  # what comes is the lane's, and may be anything
+        except (OSError, ValueError, MemoryError, DecodeError) as failed:  # what comes may be anything
             self.close()
             raise gone_error(str(failed)) from failed
-        except BaseException:
+        except BaseException:  # of a signal's handler: it is for who called
             self.close()
             raise
         return reply_of(came, data)

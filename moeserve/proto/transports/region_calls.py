@@ -28,6 +28,7 @@ class RegionCalls:
         self._readable = select.poll()
         self._readable.register(lease, select.POLLIN)
         self._busy = threading.Lock()
+        self._under_way: str | None = None  # the job id of the call that has it
         self._deadline = 0.0
         self._process = os.getpid()
 
@@ -43,17 +44,17 @@ class RegionCalls:
             return False
         if not self._busy.acquire(blocking=False):
             return False
-        self._deadline = time.monotonic() + bounded(timeout)
+        self._under_way, self._deadline = request.job_id, time.monotonic() + bounded(timeout)
         try:
             self._lease.send(packet)
         except BlockingIOError:
-            self._busy.release()
+            self.leave(request.job_id)
             return False
         except OSError as failed:
-            self._busy.release()
+            self.leave(request.job_id)
             raise _gone(str(failed)) from failed
         except BaseException:
-            self._busy.release()
+            self.leave(request.job_id)
             raise
         return True
 
@@ -69,11 +70,15 @@ class RegionCalls:
                 if reply.job_id == job_id:
                     return outcome(reply)
         finally:
-            self._busy.release()
+            self.leave(job_id)
 
-    def leave(self) -> None:
-        """Gives the call up; its reply will be thrown away."""
-        self._busy.release()
+    def leave(self, job_id: str | None = None) -> None:
+        """Gives up the call of this id, or whichever is under way; its reply will be thrown away. One that
+        has ended, as by a signal's handler that raised in `receive`, has no lease: another call may have it.
+        """
+        if self._under_way is not None and job_id in (None, self._under_way):
+            self._under_way = None
+            self._busy.release()
 
     def _packet(self, spin: float) -> bytes:
         now = time.monotonic()
