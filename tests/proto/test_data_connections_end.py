@@ -58,7 +58,7 @@ def test_a_lane_that_claims_more_than_the_answer_is_not_believed(sizes):
             connection.receive()
 
 
-@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [Stop, TimeoutError, KeyboardInterrupt])
 def test_what_a_signals_handler_raises_is_for_who_called(kind):
     with pair() as (connection, _):
         connection.send(moe_pb2.ForwardRequest(job_id="a"), 20.0)

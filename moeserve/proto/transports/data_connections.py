@@ -146,6 +146,8 @@ class DataConnection:
         except MoeError:  # the deadline's, which is an OSError, too
             raise
         except OSError as failed:
+            if _of_a_handler(failed):
+                raise
             raise gone_error(str(failed)) from failed
         self._awake.begins()
 
@@ -181,6 +183,8 @@ class DataConnection:
             raise
         except (OSError, ValueError, MemoryError, DecodeError) as failed:  # what comes may be anything
             self.close()
+            if _of_a_handler(failed):
+                raise
             raise gone_error(str(failed)) from failed
         except BaseException:  # of a signal's handler: it is for who called
             self.close()
@@ -279,6 +283,11 @@ class DataConnections:
 def host_of(address: str) -> str:
     """The host of a lane's address, at which its connections are."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def _of_a_handler(failed: Exception) -> bool:
+    """Whether a signal's handler raised it: the system's own has a number, and waits here raise another."""
+    return isinstance(failed, TimeoutError) and failed.errno is None
 
 
 def gone_error(why: str) -> Unavailable:
