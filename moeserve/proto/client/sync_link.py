@@ -161,9 +161,7 @@ class Link:
         calls = payload.calls
         try:
             if calls is not None and calls.send(request, timeout):
-                return Sent(
-                    lambda: calls.receive(request.job_id, spin), lambda: calls.leave(request.job_id)
-                )
+                return Sent(lambda: calls.receive(request.job_id, spin), lambda: calls.leave(request.job_id))
             stream = self._stream()
         except Unavailable as lost:
             raise payload.lost(lost) from lost
