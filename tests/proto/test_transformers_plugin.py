@@ -14,10 +14,13 @@ import torch
 import transformers
 from checkpoints import CONFIGS, make_checkpoint, make_model, quantize_fp8_block
 from proto_fake import FakeService
+from quantized_models import write_gpt_oss
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations import hub_kernels
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.quantizers import quantizer_mxfp4
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.integrations.seams import SEAMS
@@ -171,6 +174,24 @@ def test_the_fp8_experts_that_transformers_puts_in_their_place_are_dropped_too()
     assert (kinds, held(model) > 0) == ({"FP8Experts"}, True)
     drop_expert_weights(model)
     assert held(model) == 0
+
+
+def test_gpt_oss_is_loaded_where_transformers_keeps_its_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with the package `kernels`: its blocks are others there, and choose in a kernel."""
+    whole = write_gpt_oss(tmp_path).alone()
+    monkeypatch.setattr(quantizer_mxfp4.Mxfp4HfQuantizer, "validate_environment", lambda *_, **__: None)
+    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: None)
+    model = load(str(tmp_path), Whole(whole), dtype=torch.float32)
+    kinds = {type(module).__name__ for _, module in experts_modules(model).values()}
+    assert (kinds, held(model)) == ({"Mxfp4GptOssMLP"}, sum(p.numel() for p in _routers(model)))
+    torch.testing.assert_close(logits(model), logits(whole))
+
+
+def _routers(model: Any) -> list[Any]:
+    return [weight for name, weight in model.named_parameters() if ".router." in name]
 
 
 def test_a_device_map_places_a_model_that_has_no_experts(qwen: tuple[Path, Any]) -> None:

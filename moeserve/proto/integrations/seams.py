@@ -71,6 +71,17 @@ def weighted_rows(module: Any, ask: Ask) -> Forward:
     return forward
 
 
+def by_own_router(module: Any, ask: Ask) -> Forward:
+    """gpt-oss' block where transformers keeps MXFP4: kernels there choose too, as its router does."""
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, module.router.hidden_dim)
+        logits, weights, ids = module.router(rows)
+        return ask(rows, ids, weights).reshape(hidden_states.shape), logits
+
+    return forward
+
+
 def sorted_rows(module: Any, ask: Ask) -> Forward:
     """JetMoE's MLP: its router returns choices sorted by expert, and the model adds a bias to every row."""
 
@@ -118,6 +129,7 @@ SEAMS: dict[str, Seam] = {
     ),
     "Llama4TextMoe": Seam(weighted_rows, "num_experts", "hidden_dim", ("experts",)),
     "LongcatFlashExperts": Seam(with_zero_experts, "num_routed_experts", "hidden_size"),
+    "Mxfp4GptOssMLP": Seam(by_own_router, "router.num_experts", "router.hidden_dim", ("experts",)),
     "NllbMoeExperts": Seam(in_any_column, "num_experts", "expert_0.fc1.in_features"),
     "Step3p7Experts": Seam(as_interface, "num_experts", "hidden_dim"),
     "SwitchTransformersExperts": Seam(one_hot, "num_experts", "expert_0.wi.in_features"),
