@@ -258,6 +258,21 @@ def test_a_lease_that_ends_gives_up_the_call_under_way(ranked: Ranked) -> None:
     assert ranked.lane.in_flight == 0
 
 
+@pytest.mark.parametrize("timeout_ms, code", [(30, "DEADLINE_EXCEEDED"), (60_000, "CANCELLED"), (0, "CANCELLED")])
+def test_who_leaves_at_its_deadline_has_not_given_the_call_up(
+    ranked: Ranked, timeout_ms: int, code: str
+) -> None:
+    """A client closes the lease, or the connection, of a call that is late, by its own clock: a millisecond
+    before its deadline has passed here, or before anybody looks.
+    """
+    name, _ = ranked.regions.create(4096)
+    request, replies = ranked.request(4, name), list[bytes]()
+    request.timeout_ms = timeout_ms
+    leave = ranked.door.leases.take_packet(request.SerializeToString(), replies.append)
+    leave()
+    assert [seen[2] for seen in ranked.counted] == [code]
+
+
 def replied(replies: list[bytes], count: int) -> list[moe_pb2.ForwardStreamReply]:
     """The first `count` replies, once they are there."""
     until = time.monotonic() + 5

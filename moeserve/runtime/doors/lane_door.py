@@ -54,6 +54,11 @@ takes as long as to copy 0.5 MB.
 
 ASIDE_THREADS = max(2, min(8, usable_cores() // 2))
 
+NEAR_SECONDS, NEAR_SHARE = 0.05, 0.012
+"""A caller that leaves so shortly before its deadline has waited until then, by its own clock, which began
+earlier; gRPC rounds what it says of the seconds that are left up, by a hundredth of them at most.
+"""
+
 
 class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     """Answers LaneService for one rank: Forward, ForwardStream and shared-memory regions.
@@ -149,19 +154,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         if not asked.batch.hidden.shape[0]:
             return self._empty(asked)
         call = self._lane.submit(asked.batch)
-        if not context.add_callback(lambda: self._left(call, context)):  # the RPC is over already
-            self._left(call, context)
+        if not context.add_callback(lambda: self.leave(call)):  # the RPC is over already
+            self.leave(call)  # nor must a thread wait for an answer that nobody takes
         if not call.wait(asked.batch.deadline - time.monotonic()):
             call.give_up(DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline"))
         return asked.reply_beside(*call.result())
-
-    def _left(self, call: LaneCall, context: grpc.ServicerContext) -> None:
-        """The call's RPC is over. A thread must not wait for an answer that nobody takes."""
-        self._lane.cancel(call)
-        if context.time_remaining() == 0:
-            call.give_up(DeadlinePassed("no answer within the deadline"))
-        else:
-            call.give_up(CallerLeft("the caller left before its answer was there"))
 
     def ForwardStream(
         self, request_iterator: Iterator[moe_pb2.ForwardRequest], context: grpc.ServicerContext
@@ -293,9 +290,13 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         return call
 
     def leave(self, call: LaneCall) -> None:
-        """The stream's caller is gone: the call ends, and with it the hold on the caller's memory."""
+        """The caller is gone: the call ends, and with it the hold on the caller's memory."""
+        late = _waited_out(call)
         self._lane.cancel(call)
-        call.give_up(CallerLeft("the caller left before its answer was there"))
+        if late:
+            call.give_up(DeadlinePassed("no answer within the deadline"))
+        else:
+            call.give_up(CallerLeft("the caller left before its answer was there"))
 
     def _empty(self, asked: CheckedRequest) -> moe_pb2.ForwardReply:
         if self._lane.closed is not None:
@@ -347,6 +348,16 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         """Forgets the region whose whole name the caller knows; calls that hold it finish."""
         guarded(context, lambda: self._regions.release(request.name))
         return moe_pb2.ReleaseRegionReply()
+
+
+def _waited_out(call: LaneCall) -> bool:
+    """Whether who leaves a call has waited for it until its deadline, and gives nothing else up."""
+    now = time.monotonic()
+    return any(
+        math.isfinite(job.deadline)
+        and job.deadline - now <= NEAR_SECONDS + NEAR_SHARE * (job.deadline - job.created)
+        for job in call.jobs
+    )
 
 
 def _not_held(code: str) -> None:
