@@ -106,8 +106,8 @@ def calls() -> list[Panel]:
         lines(
             "In flight and queued",
             "short",
-            "Calls not yet answered, jobs in no step yet, steps some rank has not finished.",
-            Query(f"sum({metric('moe_requests_in_flight')})", "calls"),
+            "Calls not yet answered at the lanes, jobs in no step yet, steps some rank has not finished.",
+            Query(f"sum({metric('moe_requests_in_flight', OF_RANKS)})", "calls"),
             Query(metric("moe_jobs_queued"), "queued jobs"),
             Query(metric("moe_steps_in_flight"), "steps"),
         ),
@@ -270,13 +270,13 @@ def memory() -> list[Panel]:
         lines(
             "Shared-memory regions",
             "short",
-            "Registered by callers.",
+            "Of callers, and those in which rows of data connections lie.",
             Query(metric("moe_shared_memory_regions"), "rank {{rank}}"),
         ),
         lines(
             "Bytes of shared-memory regions",
             "bytes",
-            "Registered by callers.",
+            "Of callers, and those in which rows of data connections lie.",
             Query(metric("moe_shared_memory_bytes"), "rank {{rank}}"),
         ),
         lines(

@@ -16,6 +16,7 @@ STATE_COLORS = {
     "forming": "orange",
     "preparing": "yellow",
     "joining": "yellow",
+    "stopping": "purple",
     "failed": "red",
     "stopped": "dark-red",
 }

@@ -66,6 +66,8 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         self._forwarding = self._forwarding_with(None)
         self._stopping = ""  # why no further call is taken from streams
         self._begins = itertools.count()
+        self.in_flight = 0  # calls that have arrived and are not answered
+        self._counting = threading.Lock()
 
     def show_lanes(self, credentials: Credentials | None) -> None:
         """Has calls handed on with `credentials`; called before the first."""
@@ -93,6 +95,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Spreads a large batch's rows over the lanes; a small one goes to one lane, in turn."""
         started, code = time.perf_counter(), "OK"
+        self._count(1)
         try:
             return self._forwarding.forward(request, seconds_left(context), Caller(context))
         except Exception as error:
@@ -100,6 +103,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
             code = status.code
             status.abort(context)
         finally:
+            self._count(-1)
             self.observe("Forward", "inline", code, time.perf_counter() - started)
 
     def ForwardStream(
@@ -118,6 +122,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
     def _stream_reply(self, request: moe_pb2.ForwardRequest, caller: Caller) -> moe_pb2.ForwardStreamReply:
         timeout = request.timeout_ms / 1000 if request.timeout_ms else None
         started, code = time.perf_counter(), "OK"
+        self._count(1)
         try:
             if self._stopping:
                 raise GroupUnavailable(self._stopping)
@@ -128,7 +133,12 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
             code = status.code
             return moe_pb2.ForwardStreamReply(job_id=request.job_id, error=status.as_message())
         finally:
+            self._count(-1)
             self.observe("ForwardStream", "inline", code, time.perf_counter() - started)
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self.in_flight += more
 
     def observe(self, method: str, transport: str, code: str, seconds: float) -> None:
         """Counts a call that ended, under the name that metrics have for it here: lanes count theirs."""

@@ -33,12 +33,14 @@ class GroupView:
             return self._returning.members
 
     def belonging(self) -> tuple[Members, list[int]]:
-        """All members, those that are away with them, and the seats of those that are there."""
+        """All members, those that are away with them, and the seats of those that are connected: also of those
+        that load before they join.
+        """
         with self._group.lock:
             members = self._group.members
             for member in self._returning.members:
                 members = members.plus(member)
-            return members, sorted(self._group.seats)
+            return members, sorted(self._group.seats | self._returning.connected())
 
     def covers(self) -> dict[int, Cover]:
         """Where the experts of each member that has any would come from, were it lost now; by seat."""

@@ -108,6 +108,8 @@ class HeadProcess:
         self._telemetry.why_not = lambda: (
             self.coordinator.stopping.reason or why_not_serving(self.coordinator.progress())
         )
+        self._telemetry.stops = lambda: bool(self.coordinator.stopping.reason)
+        self._telemetry.epoch(lambda: self.coordinator.epoch.number)
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
         self._telemetry.members(self.coordinator.view.belonging)
@@ -121,6 +123,7 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
+        self._telemetry.in_flight(lambda: self._front.in_flight)
         self._front.show_lanes(keys.to_lanes())
         operations = Operations(served, self.rebalancer, reload_root_of(config))
         operations.on_log_level = log_levels.set

@@ -178,8 +178,8 @@ class _RankProcess:
         }
         peers = served.droppable(spec.rank)
         self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers, peers)
-        self._telemetry.in_flight(lambda: lane.in_flight)
-        self._telemetry.why_not = lambda: lane.closed or ""
+        self._telemetry.in_flight(lambda: lane.calls)
+        self._telemetry.why_not = lambda: lane.why_not
         self._telemetry.weights(lambda: (rank.experts.bank.nbytes, rank.experts.bytes_read))
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))

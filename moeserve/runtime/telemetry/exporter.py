@@ -75,6 +75,10 @@ class Telemetry:
         """Calls under way are read when scraped."""
         self._gauge("moe_requests_in_flight").set_function(read)
 
+    def epoch(self, read: Callable[[], int]) -> None:
+        """The epoch is read when scraped."""
+        self._gauge("moe_epoch").set_function(read)
+
     def set_group(self, generation: int, epoch: int) -> None:
         """The process group's generation and the epoch served."""
         self._gauge("moe_group_generation").set(generation)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, PLACES, ROL
 
 BALANCE_SECONDS = 60.0  # the window balancedness is taken over
 SNAPSHOT_SECONDS = 5.0  # between the loads remembered in that window, however often it is scraped
+ENDED = ("", "failed", "stopped")  # a group that is no more, or not yet
 HOT_LAYERS, HOT_EXPERTS = 5, 4  # that are shown: of the layers, and of each of them
 
 
@@ -33,9 +35,11 @@ class CoordinatorTelemetry(Telemetry):
     def __init__(self, model: str, version: str, layers: tuple[int, ...]) -> None:
         super().__init__(COORDINATOR, {"model_name": model}, version)
         self._layers = tuple(map(str, layers))
-        self._states = {state: self._gauge("moe_service_state", state=state) for state in STATES}
+        for state in STATES:
+            self._gauge("moe_service_state", state=state).set_function(partial(self._is_in, state))
         self._reforms = self._counter("moe_group_reforms_total")
         self._state, self._has_served = "", False
+        self.stops: Callable[[], bool] = lambda: False  # whether callers are to come no more
         self._members: Callable[[], tuple[Members, Iterable[int]]] = lambda: (Members((), 0, 0), ())
         self._covers: Callable[[], Mapping[int, Cover]] = dict
         self._progress: Callable[[], Progress] | None = None
@@ -55,13 +59,16 @@ class CoordinatorTelemetry(Telemetry):
 
     def set_progress(self, progress: Progress) -> None:
         """The group's state changed; for `Coordinator.on_change`."""
-        for state, gauge in self._states.items():
-            gauge.set(state == progress.state)
         self._gauge("moe_group_generation").set(progress.generation)
         if progress.state == "serving" and self._state != "serving":
             self._reforms.inc(self._has_served and progress.broken)
             self._has_served = True
         self._state = progress.state
+
+    def _is_in(self, state: str) -> bool:
+        """Whether that is the state to be shown now."""
+        stops = self._state not in ENDED and self.stops()
+        return state == ("stopping" if stops else self._state)
 
     def progress(self, read: Callable[[], Progress]) -> None:
         """Steps, jobs and queue are read when scraped."""

@@ -24,8 +24,10 @@ ROLES = ("lane", "owner")
 PLACES = ("present", "missing", "reserved")
 """A place is filled by a connected member, by one that is not connected, or by nobody yet."""
 
-STATES = ("forming", "preparing", "joining", "serving", "failed", "stopped")
-"""What a coordinator's progress can be."""
+STATES = ("forming", "preparing", "joining", "serving", "stopping", "failed", "stopped")
+"""What a coordinator's progress can be; `stopping` in place of any but the last two once callers are to come
+no more.
+"""
 
 PHASES = ("wait", "dispatch", "compute", "combine", "launch", "reply")
 """The phases of a step, and beside them what the host does for it: it launches it, and answers callers."""
@@ -74,14 +76,22 @@ PROCESS = (
     _counter("moe_requests_total", "Calls that ended, by gRPC code.", "method", "transport", "code"),
     _histogram("moe_request_duration_seconds", "From a call's arrival to its answer.", "method", "transport"),
     _gauge("moe_requests_in_flight", "Calls that have arrived and are not answered."),
-    _gauge("moe_group_generation", "Generation of the process group."),
-    _gauge("moe_epoch", "Epoch of the placement that is served."),
+    _gauge("moe_group_generation", "Generation of the process group; of a rank 0 while it is in none."),
+    _gauge("moe_epoch", "Epoch of the placement that is served; of a rank 0 while it is in no group."),
 )
 """Metrics of every process."""
 
 RANK = (
-    _counter("moe_steps_total", "Steps this rank took part in.", "layer"),
-    _counter("moe_tokens_total", "Rows this rank's lane brought to steps.", "layer"),
+    _counter(
+        "moe_steps_total",
+        "Steps this rank took part in, but for those that a GPU runs ahead for device lanes.",
+        "layer",
+    ),
+    _counter(
+        "moe_tokens_total",
+        "Rows this rank's lane brought to steps, but for those that a GPU takes from device lanes.",
+        "layer",
+    ),
     _counter(
         "moe_expert_rows_total",
         "(token, expert) rows this rank computed, on a GPU as the device counted them a second ago.",
@@ -115,7 +125,7 @@ RANK = (
 COORDINATOR = (
     _gauge("moe_service_state", "1 for the state the service is in.", "state"),
     _counter("moe_group_reforms_total", "Times the group served again after a failure."),
-    _computed(_gauge("moe_rank_up", "1 when the coordinator is connected to the rank, by its seat.", "rank")),
+    _computed(_gauge("moe_rank_up", "1 when the coordinator is connected to the rank, which may yet load, by its seat.", "rank")),
     _computed(
         _gauge(
             "moe_members",

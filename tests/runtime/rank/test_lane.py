@@ -105,10 +105,14 @@ def test_a_held_lane_keeps_its_jobs_takes_more_and_announces_all_that_have_no_an
     lane, announced, _ = made()
     under_way, done = lane.submit(batch(6)), lane.submit(batch(1))
     answered(lane, [1, 3])
+    assert lane.why_not == "", "probes of the rank say that it serves"
     lane.hold("rank 1 is lost")
     later = lane.submit(batch(2))
     assert announced == [1, 2, 3] and done.ended
+    assert lane.why_not == "rank 1 is lost", "it takes calls, and none is answered now"
+    assert lane.calls == 2
     lane.open(5)
+    assert lane.why_not == ""
     assert announced == [1, 2, 3, 2, 4], "each once, in its order, but for those that were answered"
     answered(lane, [2, 4])
     assert under_way.result()[0].shape == (6, 1) and later.result()[0].shape == (2, 1)
@@ -229,3 +233,14 @@ def test_a_lane_that_is_held_again_and_again_holds_no_longer_for_it() -> None:
         lane.open(generation)
         answered(lane, [call.jobs[0].number])
         assert call.result()
+
+
+def test_a_call_of_many_parts_is_one_call() -> None:
+    lane, announced, _ = made()
+    whole = lane.submit(batch(6))
+    lane.submit(batch(1))
+    assert len(announced) == lane.in_flight == 3 and lane.calls == 2
+    answered(lane, [1])
+    assert lane.calls == 2, "one part is yet to be answered"
+    answered(lane, [2, 3])
+    assert whole.ended and lane.calls == 0

@@ -476,3 +476,21 @@ def test_a_request_has_to_arrive_in_time_however_often_a_byte_of_it_does(exporte
                 slow.sendall(b"G")
                 time.sleep(0.1)
         assert time.monotonic() < began + 3
+
+
+def test_a_service_that_is_to_stop_shows_that_it_does_though_its_group_serves() -> None:
+    telemetry, stops = CoordinatorTelemetry("m", "0.1.0", (3,)), list[bool]()
+    telemetry.stops = lambda: bool(stops)
+
+    def shown() -> set[str]:
+        seen = samples(scrape(telemetry))
+        return {state for state in STATES if seen[at("moe_service_state", state=state)]}
+
+    telemetry.set_progress(Progress("serving", "", 1, 0, 0, 0, 0))
+    assert shown() == {"serving"}
+    stops.append(True)
+    assert shown() == {"stopping"}
+    telemetry.set_progress(Progress("forming", "rank 1 is lost", 2, 0, 0, 0, 0))
+    assert shown() == {"stopping"}
+    telemetry.set_progress(Progress("stopped", "", 2, 0, 0, 0, 0))
+    assert shown() == {"stopped"}

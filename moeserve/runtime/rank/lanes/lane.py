@@ -51,6 +51,7 @@ class Lane:
         self._lock = threading.Lock()
         self._generation: int | None = None  # that jobs are announced to; None: none serves now
         self._held = 0  # counts how often it was held or no more
+        self._waits = ""  # why the group comes together again, while it is held
         self._unserved_since: float | None = None  # while it is held, and until a step takes jobs again
         self._unwhole: dict[int, float] = {}  # layers that no step takes yet -> since when
         self._closed: str | None = "the group is forming"
@@ -58,8 +59,16 @@ class Lane:
 
     @property
     def in_flight(self) -> int:
-        """How many callers' rows the lane holds now."""
+        """How many callers' rows the lane holds now; those of a call count as often as it has parts."""
         return self._callers
+
+    @property
+    def calls(self) -> int:
+        """How many calls it holds now, each once. For who asks seldom: it looks at all jobs."""
+        with self._lock:
+            jobs = list(self._jobs.values())
+        alone = {job.ended for job in jobs if job.several is None}  # parts of one call tell the same call
+        return len(alone) + sum(job.callers for job in jobs if job.several is not None)
 
     @property
     def drained(self) -> bool:
@@ -70,6 +79,11 @@ class Lane:
     def closed(self) -> str | None:
         """Why no job is taken now, or None."""
         return self._closed
+
+    @property
+    def why_not(self) -> str:
+        """Why no step takes jobs now, though it may keep them; empty while the group serves."""
+        return self._closed or self._waits
 
     @property
     def room(self) -> int:
@@ -89,6 +103,7 @@ class Lane:
         """Takes jobs from now on, unless it was drained: the group serves. Announces those that were held."""
         with self._lock:
             self._closed, self._generation = self._draining, generation
+            self._waits = ""
             self._held += 1
             self._unwhole = {}
             held = list(self._jobs.values())
@@ -107,7 +122,7 @@ class Lane:
             self.close(reason)
             return
         with self._lock:
-            self._generation = None
+            self._generation, self._waits = None, reason
             self._held += 1
             turn = self._held
             since = self._unserved_since
