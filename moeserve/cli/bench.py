@@ -55,7 +55,7 @@ class Result:
     longest: float | None
     calls_per_second: float
     rows_per_second: float
-    jobs_per_step: float
+    jobs_per_step: float | None  # None where no step was counted, or the head started again and counts anew
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -141,7 +141,13 @@ def measure(client: MoeClient, load: BenchLoad, concurrency: int, duration: floa
     for thread in threads:
         thread.join()
     seconds, after = time.perf_counter() - started, client.status()
-    return _result(load, callers, seconds, (after.jobs - before.jobs) / max(1, after.steps - before.steps))
+    return _result(load, callers, seconds, _jobs_per_step(before, after))
+
+
+def _jobs_per_step(before: moe_pb2.GetStatusReply, after: moe_pb2.GetStatusReply) -> float | None:
+    """None where counts do not say it: the head started again in between, and counts from 0."""
+    jobs, steps = after.jobs - before.jobs, after.steps - before.steps
+    return jobs / steps if jobs >= 0 and steps > 0 else None
 
 
 class _Caller:
@@ -190,7 +196,7 @@ class _Caller:
         self._client.forward(load.layer, load.hidden, load.experts, load.weights, dtype=load.dtype)
 
 
-def _result(load: BenchLoad, callers: list[_Caller], seconds: float, jobs_per_step: float) -> Result:
+def _result(load: BenchLoad, callers: list[_Caller], seconds: float, jobs_per_step: float | None) -> Result:
     latencies = [latency for caller in callers for latency in caller.latencies]
     calls, rows = len(latencies), load.hidden.shape[0]
     found = map(float, np.percentile(latencies, (50, 90, 99, 100))) if latencies else (None,) * 4
@@ -218,6 +224,7 @@ def text(result: Result) -> str:
     """Formats the result as text."""
     latencies = result.p50, result.p90, result.p99, result.longest
     ms = ["-" if value is None else f"{1000 * value:.2f}" for value in latencies]
+    together = "-" if result.jobs_per_step is None else f"{result.jobs_per_step:.1f}"
     failed = ", ".join(f"{count} {code}" for code, count in sorted(result.errors.items())) or "none"
     return "\n".join(
         [
@@ -225,7 +232,7 @@ def text(result: Result) -> str:
             f"transport {result.transport}",
             f"latency     p50 {ms[0]} ms, p90 {ms[1]} ms, p99 {ms[2]} ms, longest {ms[3]} ms",
             f"throughput  {result.calls_per_second:.0f} calls/s, {result.rows_per_second:.0f} rows/s, "
-            f"{result.jobs_per_step:.1f} jobs a step",
+            f"{together} jobs a step",
             f"calls       {result.calls} in {result.seconds:.1f} s; errors: {failed}",
             *(f"            {said}" for _, said in sorted(result.reasons.items())),
         ]

@@ -6,7 +6,7 @@ import itertools
 import json
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -60,3 +60,17 @@ def test_errors_are_told_with_their_reason_and_nothing_is_no_number(answers: int
     else:
         assert said["calls"] == 0 and (said["p50"], said["longest"]) == (None, None)
         assert "p50 - ms" in text(result)
+
+
+def test_a_head_that_started_again_meanwhile_tells_nothing_of_jobs_in_a_step() -> None:
+    """Its counts begin at 0: there were -1073 jobs a step."""
+
+    class Restarted(Refusing):
+        counts: ClassVar[list[int]] = [1100, 20]
+
+        def status(self) -> Any:
+            count = self.counts.pop(0)
+            return SimpleNamespace(jobs=count, steps=count)
+
+    result = measure(cast(MoeClient, Restarted(2)), LOAD, 1, 0.1)
+    assert result.jobs_per_step is None and "- jobs a step" in text(result)

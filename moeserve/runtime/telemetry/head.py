@@ -140,10 +140,12 @@ class CoordinatorTelemetry(Telemetry):
         yield self._family("moe_balancedness", by_layer)
         rows = zip(self._layers, routed.tolist(), strict=True)
         seats = self._members()[0].seat_of_owner
+        if routed.shape[1] == 1:  # of sliced experts, of which every member computes its part of each row
+            rows = zip(self._layers, np.repeat(routed, len(seats), axis=1).tolist(), strict=True)
         by_rank = [
             ((layer, str(seat)), count)
             for layer, row in rows
-            for seat, count in zip(seats, row, strict=False)  # sliced experts have one owner, all members
+            for seat, count in zip(seats, row, strict=False)  # read one after the other
             if seat is not None
         ]
         yield self._family("moe_routed_rows_total", by_rank)

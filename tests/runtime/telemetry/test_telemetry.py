@@ -494,3 +494,11 @@ def test_a_service_that_is_to_stop_shows_that_it_does_though_its_group_serves() 
     assert shown() == {"stopping"}
     telemetry.set_progress(Progress("stopped", "", 2, 0, 0, 0, 0))
     assert shown() == {"stopped"}
+
+
+def test_every_rank_has_the_rows_of_sliced_experts() -> None:
+    telemetry = CoordinatorTelemetry("m", "0.1.0", (3,))
+    telemetry.members(lambda: (Members.of_ranks(2), (0, 1)))
+    telemetry.loads(lambda: (Placement.even(1, 4, 1), Load(np.array([[5.0, 1.0, 2.0, 0.0]]))))
+    seen = samples(scrape(telemetry))
+    assert [seen[at("moe_routed_rows_total", layer="3", rank=str(rank))] for rank in (0, 1)] == [8, 8]
