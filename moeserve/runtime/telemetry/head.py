@@ -102,7 +102,7 @@ class CoordinatorTelemetry(Telemetry):
         self._moved_bytes.inc(cycle.nbytes)
         self._epochs.inc(cycle.epochs)
         self._corrupted.inc(cycle.corrupted)
-        if cycle.seconds:
+        if cycle.seconds and cycle.outcome != "even":  # to find nothing to move takes no time worth a place
             self._cycle_seconds.observe(cycle.seconds)
         if cycle.outcome == "moved":
             self._expected.set(cycle.expected)

@@ -502,3 +502,13 @@ def test_every_rank_has_the_rows_of_sliced_experts() -> None:
     telemetry.loads(lambda: (Placement.even(1, 4, 1), Load(np.array([[5.0, 1.0, 2.0, 0.0]]))))
     seen = samples(scrape(telemetry))
     assert [seen[at("moe_routed_rows_total", layer="3", rank=str(rank))] for rank in (0, 1)] == [8, 8]
+
+
+def test_a_cycle_that_moves_nothing_has_no_time_though_it_was_asked_for() -> None:
+    """As a rebalance by hand that finds nothing, and the moves of a scale that needs none."""
+    telemetry = CoordinatorTelemetry("m", "0.1.0", (3,))
+    telemetry.observe_cycle(Cycle("even", seconds=0.001))
+    telemetry.observe_cycle(Cycle("abandoned", "rank 1 is lost", seconds=2.0))
+    seen = samples(scrape(telemetry))
+    assert seen[at("moe_balance_cycle_duration_seconds_count")] == 1
+    assert seen[at("moe_balance_cycle_duration_seconds_sum")] == 2
