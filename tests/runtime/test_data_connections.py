@@ -581,6 +581,27 @@ def test_a_call_whose_lane_fails_it_gives_its_room_back(
     assert until(lambda: "so it is" in caplog.text and there._terms.admission.held == (0, 0, 0))
 
 
+@pytest.mark.parametrize("seconds, code", [(0.3, "DEADLINE_EXCEEDED"), (5.0, "CANCELLED")])
+def test_a_call_over_a_lane_that_is_left_at_its_deadline_is_late(
+    there: DataConnections, monkeypatch: pytest.MonkeyPatch, seconds: float, code: str
+) -> None:
+    class Silent(Echo):
+        def answered(self, request: moe_pb2.ForwardRequest, there: Callable[[], bool]) -> None:
+            while there():
+                time.sleep(0.001)
+            raise ConnectionResetError("its caller has left")
+
+    observed = list[object]()
+    monkeypatch.setattr(server, "ConnectionLane", Silent)
+    own = SimpleNamespace(spin=0.0, observe=lambda *told: observed.append(told[2]))
+    monkeypatch.setattr(there, "_terms", replace(there._terms, lanes=own))
+    connection = opened(there)
+    connection.send(rows(5000), seconds)
+    time.sleep(0.29)
+    connection.close()
+    assert until(lambda: observed == [code]), observed
+
+
 @pytest.mark.parametrize("what", ["the secret", "its first record"])
 def test_who_sends_a_byte_now_and_then_is_left_in_time(
     there: DataConnections, monkeypatch: pytest.MonkeyPatch, what: str

@@ -240,6 +240,23 @@ def test_a_caller_that_has_left_already_is_not_waited_for(front: Front) -> None:
         front.forward(1, caller=Context(over=True, remaining=0.0))
 
 
+def test_a_caller_that_leaves_at_its_deadline_is_late_though_the_clock_here_is_not(front: Front) -> None:
+    """Its own clock began earlier, and gRPC rounds up: 20 ms were left here."""
+    for left, why in ((0.02, DeadlinePassed), (4.0, CallerLeft)):
+        front.lanes[0].scripts = [front.held]
+        context = Context(remaining=5.0)
+
+        def leave(context: Context = context, left: float = left) -> None:
+            front.until_asked(front.lanes[0])
+            context._remaining = left
+            context.leave()
+
+        with ThreadPoolExecutor(1) as pool, pytest.raises(why):
+            pool.submit(leave)
+            front.forward(2, caller=context)
+        front.lanes[0].asked.clear()
+
+
 def test_no_lane_is_asked_for_a_caller_that_has_left(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane that answers before its call is cancelled would be an answer to nobody."""
     forward = sync_link.Link.forward

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import grpc
+
+NEAR_SECONDS, NEAR_SHARE = 0.05, 0.012
+"""A caller that leaves so shortly before its deadline has waited until then, by its own clock, which began
+earlier; and gRPC rounds what it says of the seconds that are left up, by a hundredth of them at most.
+"""
 
 LONGEST_SECONDS = 1e8  # of a deadline; gRPC says centuries where the caller set none
 
@@ -23,3 +29,12 @@ def seconds_left(context: grpc.ServicerContext) -> float | None:
     """
     remaining: float | None = context.time_remaining()
     return None if remaining is None or remaining > LONGEST_SECONDS else remaining
+
+
+def waited_out(left: float | None, whole: float | None) -> bool:
+    """Whether a caller that leaves has waited until its deadline: `left` seconds of `whole` are left. Neither
+    has a number where it set none.
+    """
+    if left is None or whole is None or not math.isfinite(left):
+        return False
+    return left <= NEAR_SECONDS + NEAR_SHARE * whole

@@ -21,6 +21,7 @@ from moeserve.proto.client.sync_link import Link, Sent
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import InvalidArgument, MoeError, Unavailable
 from moeserve.proto.tensors import Plain, encode_into
+from moeserve.runtime.doors.deadlines import waited_out
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed
 
 
@@ -28,7 +29,7 @@ class Caller:
     """The caller of one RPC at the front door. The calls that lanes run for it end with the RPC."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:
-        self._context = context
+        self._context, self._whole = context, context.time_remaining()  # seconds that it has
         self._calls: list[Sent] = []
         self._left = False
         self._lock = threading.Lock()
@@ -57,7 +58,8 @@ class Caller:
     def why_no_answer(self, failed: MoeError, layer: int) -> Exception:
         """What the caller is told: what the lane said, unless its deadline or the caller ended the call."""
         late = failed.code == "DEADLINE_EXCEEDED" and not failed.reason  # said by gRPC, before the lane could
-        if late or (failed.code == "CANCELLED" and self._context.time_remaining() == 0):
+        left = self._context.time_remaining()
+        if late or (failed.code == "CANCELLED" and waited_out(left, self._whole)):
             return DeadlinePassed(f"layer {layer}: no answer within the deadline")
         if failed.code == "CANCELLED":
             return CallerLeft("the caller left before its answer was there")

@@ -20,7 +20,7 @@ from moeserve.runtime.doors.calls.data_connections import Offer
 from moeserve.runtime.doors.calls.lane_stream import LaneStream, Started
 from moeserve.runtime.doors.calls.lease_calls import LeaseCalls
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
-from moeserve.runtime.doors.deadlines import Observe, seconds_left
+from moeserve.runtime.doors.deadlines import Observe, seconds_left, waited_out
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader, transport_of
@@ -53,11 +53,6 @@ takes as long as to copy 0.5 MB.
 """
 
 ASIDE_THREADS = max(2, min(8, usable_cores() // 2))
-
-NEAR_SECONDS, NEAR_SHARE = 0.05, 0.012
-"""A caller that leaves so shortly before its deadline has waited until then, by its own clock, which began
-earlier; gRPC rounds what it says of the seconds that are left up, by a hundredth of them at most.
-"""
 
 
 class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
@@ -291,7 +286,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
 
     def leave(self, call: LaneCall) -> None:
         """The caller is gone: the call ends, and with it the hold on the caller's memory."""
-        late = _waited_out(call)
+        late = _is_late(call)
         self._lane.cancel(call)
         if late:
             call.give_up(DeadlinePassed("no answer within the deadline"))
@@ -350,14 +345,10 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         return moe_pb2.ReleaseRegionReply()
 
 
-def _waited_out(call: LaneCall) -> bool:
-    """Whether who leaves a call has waited for it until its deadline, and gives nothing else up."""
+def _is_late(call: LaneCall) -> bool:
+    """Whether who leaves a call has waited for it until its deadline."""
     now = time.monotonic()
-    return any(
-        math.isfinite(job.deadline)
-        and job.deadline - now <= NEAR_SECONDS + NEAR_SHARE * (job.deadline - job.created)
-        for job in call.jobs
-    )
+    return any(waited_out(job.deadline - now, job.deadline - job.created) for job in call.jobs)
 
 
 def _not_held(code: str) -> None:

@@ -30,7 +30,7 @@ from moeserve.runtime.doors.calls.connection_lane import ConnectionLane, OwnLane
 from moeserve.runtime.doors.calls.connection_region import ConnectionRegion
 from moeserve.runtime.doors.calls.framing import check_framing
 from moeserve.runtime.doors.calls.lane_stream import Begins, Started
-from moeserve.runtime.doors.deadlines import Observe
+from moeserve.runtime.doors.deadlines import Observe, waited_out
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
@@ -257,7 +257,9 @@ class DataConnection:
             over.error.CopyFrom(status.as_message())
         except OSError:
             leave()
-            lanes.observe(DATA_CONNECTION, "inline", "CANCELLED", time.perf_counter() - started)
+            took, whole = time.perf_counter() - started, request.timeout_ms / 1000 or None
+            late = whole is not None and waited_out(whole - took, whole)
+            lanes.observe(DATA_CONNECTION, "inline", "DEADLINE_EXCEEDED" if late else "CANCELLED", took)
             raise
         except BaseException:
             leave()
