@@ -83,6 +83,12 @@ def serving() -> list[Panel]:
             ("up", "green"),
             ("down", "red"),
         ),
+        lines(
+            "Places",
+            "short",
+            "Of lanes and owners: filled by a connected member, by one that is missing, or reserved.",
+            Query(metric("moe_members"), "{{role}} {{state}}"),
+        ),
     ]
 
 
@@ -148,6 +154,12 @@ def steps() -> list[Panel]:
             ),
         ),
         lines(
+            "Steps by rank",
+            "ops",
+            "That it took part in, but for those that a GPU runs ahead for device lanes.",
+            Query(rates("rank", "moe_steps_total"), "rank {{rank}}"),
+        ),
+        lines(
             "Late ranks",
             "short",
             "Times a second that a step went on without a rank's rows; the alert names the rank.",
@@ -170,6 +182,12 @@ def experts() -> list[Panel]:
             "short",
             "(token, expert) rows a second by the rank that owns the expert; the highest is hot.",
             Query(rates("rank", "moe_routed_rows_total"), "rank {{rank}}"),
+        ),
+        lines(
+            "Expert rows computed by rank",
+            "short",
+            "(token, expert) rows a second as each rank counted them, whichever replica took them.",
+            Query(rates("rank", "moe_expert_rows_total"), "rank {{rank}}"),
         ),
         matrix("Expert rows by layer and rank", "Rows a second.", BY_LAYER_AND_RANK, "layer", "rank"),
         lines(
@@ -214,6 +232,12 @@ def balance() -> list[Panel]:
             "short",
             "In five minutes. even: no move pays; idle: too little load to tell.",
             Query(f"sum by (outcome) (increase({metric('moe_balance_cycles_total')}[5m]))", "{{outcome}}"),
+        ),
+        lines(
+            "Reloads by outcome",
+            "short",
+            "Of weights, in five minutes.",
+            Query(f"sum by (outcome) (increase({metric('moe_reloads_total')}[5m]))", "{{outcome}}"),
         ),
         lines(
             "Moves and epochs",

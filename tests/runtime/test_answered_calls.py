@@ -258,7 +258,9 @@ def test_a_lease_that_ends_gives_up_the_call_under_way(ranked: Ranked) -> None:
     assert ranked.lane.in_flight == 0
 
 
-@pytest.mark.parametrize("timeout_ms, code", [(30, "DEADLINE_EXCEEDED"), (60_000, "CANCELLED"), (0, "CANCELLED")])
+@pytest.mark.parametrize(
+    "timeout_ms, code", [(30, "DEADLINE_EXCEEDED"), (60_000, "CANCELLED"), (0, "CANCELLED")]
+)
 def test_who_leaves_at_its_deadline_has_not_given_the_call_up(
     ranked: Ranked, timeout_ms: int, code: str
 ) -> None:

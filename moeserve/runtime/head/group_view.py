@@ -33,8 +33,8 @@ class GroupView:
             return self._returning.members
 
     def belonging(self) -> tuple[Members, list[int]]:
-        """All members, those that are away with them, and the seats of those that are connected: also of those
-        that load before they join.
+        """All members, those that are away with them, and the seats of those that are connected, of whom some
+        may load before they join.
         """
         with self._group.lock:
             members = self._group.members

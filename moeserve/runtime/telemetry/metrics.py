@@ -125,7 +125,13 @@ RANK = (
 COORDINATOR = (
     _gauge("moe_service_state", "1 for the state the service is in.", "state"),
     _counter("moe_group_reforms_total", "Times the group served again after a failure."),
-    _computed(_gauge("moe_rank_up", "1 when the coordinator is connected to the rank, which may yet load, by its seat.", "rank")),
+    _computed(
+        _gauge(
+            "moe_rank_up",
+            "1 when the coordinator is connected to the rank, which may yet load, by its seat.",
+            "rank",
+        )
+    ),
     _computed(
         _gauge(
             "moe_members",

@@ -78,7 +78,9 @@ def test_the_group_goes_on_and_the_lost_member_loads_before_it_joins(coordinator
     load = epoch_from(back.entry("load")["epoch"])
     assert load.members == MEMBERS and np.array_equal(load.placement.slots[:, 6:], before)
     assert coordinator.progress().state == "serving" and 2 in coordinator.seats()
-    assert coordinator.view.belonging() == (MEMBERS, [0, 1, 2]), "it loads, maybe for minutes, and is connected"
+    assert coordinator.view.belonging() == (MEMBERS, [0, 1, 2]), (
+        "it loads, maybe for minutes, and is connected"
+    )
     back.say("here", reached=[0, 0])
     back.say("loaded", **NOTHING)
     for one in (*left, back):
