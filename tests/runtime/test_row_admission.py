@@ -71,6 +71,18 @@ def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
     assert lane.ask("a", 10, 0.5) is None
 
 
+def test_calls_that_end_at_their_deadline_in_a_standstill_tell_nothing_of_the_pace() -> None:
+    """Those who come later wait for the group, too, and are not told of a pace that a lane without it had."""
+    lane = Lane()
+    lane.admission.stand_still()
+    for _ in range(3):
+        leave = lane.admission.enter("a", 30, lane.now + 2.0)
+        lane.now += 2.0
+        leave("DEADLINE_EXCEEDED")
+    for _ in range(4):
+        assert lane.ask("b", 30, 3.0) is None
+
+
 def test_what_a_standstill_took_tells_nothing_of_the_pace() -> None:
     """A member is lost, and the group serves on without it 2.6 s later: no call is refused for that."""
     lane = Lane()

@@ -218,7 +218,7 @@ class RowAdmission:
         """The lock is held."""
         self._rows -= held.rows
         self._callers.leave(held.caller, held.rows, now)
-        if code in MEASURED:
+        if code in MEASURED and not self._stands_still:
             self._largest = max(self._largest, held.rows)
             took = now - held.entered
             self._pace.note(held.ahead, took, now, ended=code == "OK")
