@@ -99,17 +99,14 @@ class HeadProcess:
         turnover.serve_on = config.members.serve_on
         turnover.why_whole = lambda: why_whole(self.coordinator.view.dispatchers())
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
-        self.rebalancer = Rebalancer(
-            self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
-        )
-        turnover.busy = lambda: self.rebalancer.moves or bool(self.coordinator.stopping.reason)
+        coordinator, stopping = self.coordinator, self.coordinator.stopping
+        self.rebalancer = Rebalancer(coordinator, config.balance, policy_of(config), expert_nbytes(served))
+        turnover.busy = lambda: self.rebalancer.moves or bool(stopping.reason)
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
-        self._telemetry.progress(self.coordinator.progress)
-        self._telemetry.why_not = lambda: (
-            self.coordinator.stopping.reason or why_not_serving(self.coordinator.progress())
-        )
-        self._telemetry.stops = lambda: bool(self.coordinator.stopping.reason)
-        self._telemetry.epoch(lambda: self.coordinator.epoch.number)
+        self._telemetry.progress(coordinator.progress)
+        self._telemetry.why_not = lambda: stopping.reason or why_not_serving(coordinator.progress())
+        self._telemetry.stops = lambda: bool(stopping.reason)
+        self._telemetry.epoch(lambda: coordinator.epoch.number)
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
         self._telemetry.members(self.coordinator.view.belonging)
