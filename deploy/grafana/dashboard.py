@@ -156,7 +156,7 @@ def steps() -> list[Panel]:
         lines(
             "Steps by rank",
             "ops",
-            "That it took part in, but for those that a GPU runs ahead for device lanes.",
+            "That it took part in.",
             Query(rates("rank", "moe_steps_total"), "rank {{rank}}"),
         ),
         lines(

@@ -193,6 +193,7 @@ class _RankProcess:
         self.member.order.pace = StepPace.of(config.step)
         self.member.order.late_seconds = config.step.patience
         self.member.observe_rows(self._telemetry.observe_rows)
+        self.member.steps.observe_ran = self._telemetry.observe_ran
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         self._regions.together = self.member.announce_together
         unread = unread_seconds(config.balance.move_bytes_per_second)

@@ -187,6 +187,10 @@ class RankTelemetry(Telemetry):
         self._launch.observe(record.launch)
         self._reply.observe(record.reply)
 
+    def observe_ran(self, layer: int, steps: int) -> None:
+        """So many steps of a layer were launched ahead for device lanes, and have ended."""
+        self._layers[layer].steps.inc(steps)
+
     def observe_rows(self, layer: int, rows: int) -> None:
         """So many more rows of a layer were computed, as the device has counted them."""
         self._layers[layer].expert_rows.inc(rows)

@@ -82,11 +82,7 @@ PROCESS = (
 """Metrics of every process."""
 
 RANK = (
-    _counter(
-        "moe_steps_total",
-        "Steps this rank took part in, but for those that a GPU runs ahead for device lanes.",
-        "layer",
-    ),
+    _counter("moe_steps_total", "Steps this rank took part in.", "layer"),
     _counter(
         "moe_tokens_total",
         "Rows this rank's lane brought to steps, but for those that a GPU takes from device lanes.",

@@ -75,7 +75,7 @@ class House:
         self.after: list[Callable[[], None]] = []
         self.told: list[Message] = []
         self.failed: list[str] = []
-        self.steps: list[int] = []
+        self.steps: list[tuple[int, ...]] = []
         self.heard: list[tuple[object, ...]] = []
         self.launched: list[tuple[Run, tuple[int, int], int]] = []
         self.others = 0  # runs of other members
@@ -133,7 +133,7 @@ def test_a_run_of_this_member_takes_its_rows(house: House) -> None:
     house.order()
     ((run, stamp, number),) = house.launched
     assert (run.steps, stamp, number) == (((3, 0), (5, 0)), (EPOCH, 1), 100) and not house.rank.blank
-    assert house.heard == [("ran", 2, 1)] and house.steps == [2] and house.told[-1] == DONE
+    assert house.heard == [("ran", 2, 1)] and house.steps == [(3, 5)] and house.told[-1] == DONE
     assert not house.others
 
 
@@ -141,7 +141,7 @@ def test_what_was_not_answered_does_not_count(house: House) -> None:
     house.ends = Told(MISFIT, (1,), 1)
     house.ask()
     house.order()
-    assert house.heard == [("ran", 1, 1)] and house.steps == [1] and house.told[-1] == DONE
+    assert house.heard == [("ran", 1, 1)] and house.steps == [(3,)] and house.told[-1] == DONE
 
 
 def test_runs_of_others_are_computed_without_rows(house: House) -> None:
@@ -149,7 +149,7 @@ def test_runs_of_others_are_computed_without_rows(house: House) -> None:
     house.order(seat=5)
     lanes = (4, 4, 0, 4)  # of both owners and of the lane that brings rows; the reserved one is absent
     assert house.rank.blank == [(100, 3, lanes, 4), (101, 5, lanes, 4)]
-    assert not house.launched and not house.heard and house.told[-1] == DONE and house.steps == [2]
+    assert not house.launched and not house.heard and house.told[-1] == DONE and house.steps == [(3, 5)]
     assert house.others == 1
 
 

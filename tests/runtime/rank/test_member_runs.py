@@ -114,7 +114,7 @@ class House:
         self.between: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         self.serves, self.full = True, False
-        self.counted: list[int] = []
+        self.counted: list[list[int]] = []
         self.group = GroupRuns(rank, self.finish)  # type: ignore[arg-type]
         made = MemberRuns(rank, self.between.append, self.finish, lambda: self.serves, self.group)  # type: ignore[arg-type]
         made.observe = self.counted.append
@@ -155,7 +155,7 @@ def test_a_run_is_launched_between_two_steps_and_told_of_when_it_ends(house: Hou
     house.step()
     assert house.device.launched == [(RUN, (9, 1))] and not house.caller.heard
     house.end()
-    assert house.caller.heard == [("ran", (2,), 1)] and house.counted == [2]
+    assert house.caller.heard == [("ran", (2,), 1)] and house.counted == [[3, 5]]
 
 
 def test_of_layers_with_other_weights_only_the_first_are_launched(house: House) -> None:

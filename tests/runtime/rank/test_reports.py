@@ -76,7 +76,10 @@ def test_rows_that_a_device_has_counted_are_reported_though_no_step_follows() ->
     steps = MemberSteps(
         rank, None, lambda message: sent.put((message["steps"], message["expert_rows"])), lambda record: None
     )
-    steps.ran(3)
+    ran = list[tuple[int, int]]()
+    steps.observe_ran = lambda layer, many: ran.append((layer, many))
+    steps.ran([0, 1, 0])
+    assert ran == [(0, 2), (1, 1)]
     steps.report(1)
     assert sent.get(timeout=SECONDS)[0] == 3, "the device is asked beside that"
     limit = time.monotonic() + SECONDS

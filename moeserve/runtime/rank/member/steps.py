@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -71,6 +72,7 @@ class MemberSteps:
         self._apart = 0  # steps in a row that came when the one before was over
         self._attended_until = -math.inf
         self.observe_rows: Callable[[int, int], None] = _nobody_counts  # by layer, as the device has counted
+        self.observe_ran: Callable[[int, int], None] = _nobody_counts  # by layer, of runs of passes
         self._computed: list[int] = []  # as last read
         self._finishing = Finishing(rank, send, self._count)
         self._reports = Reports(send)
@@ -240,10 +242,14 @@ class MemberSteps:
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
             self.report(generation)
 
-    def ran(self, steps: int) -> None:
-        """Counts steps that were launched by others on this member's device. By any thread that finishes."""
+    def ran(self, layers: Sequence[int]) -> None:
+        """Counts steps that were launched by others on this member's device, by the layer of each. By any
+        thread that finishes.
+        """
         with self._counting:
-            self.steps += steps
+            self.steps += len(layers)
+        for layer, steps in Counter(layers).items():
+            self.observe_ran(layer, steps)
 
     def after(self, act: Callable[[], None], *, short: bool = False) -> None:
         """Has `act` done after all that was launched; short: after all acts that were. Raises TimeoutError
@@ -333,5 +339,5 @@ def _always() -> bool:
     return True
 
 
-def _nobody_counts(layer: int, rows: int) -> None:
-    """Does nothing with rows that were counted on the device."""
+def _nobody_counts(layer: int, many: int) -> None:
+    """Does nothing with rows that were counted on the device, or with steps of runs."""

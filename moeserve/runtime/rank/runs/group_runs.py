@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
@@ -82,7 +82,7 @@ class GroupRuns:
         self._rank, self._finish = rank, finish
         self.tell: Callable[[Message], None] = lambda message: None  # to the head
         self.failed: Callable[[Message, Exception], None] = _nobody_hears  # an entry, which others are in
-        self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
+        self.observe: Callable[[Sequence[int]], None] = lambda layers: None  # of steps that have ended
         self.launch: Callable[[Run, tuple[int, int], int], Flight] = _nothing_launches  # a lane's own run
         self.others: Act = lambda: None  # a run of another member has come
         self.flies: Act = lambda: None  # something was launched
@@ -203,7 +203,7 @@ class GroupRuns:
             return
         self._rank.progress.end(number)
         self.tell({"kind": "done", "generation": launched.entry["generation"], "step": number})
-        self.observe(launched.steps if told is None else told.answered)
+        self.observe(layers if told is None else layers[: told.answered])
         self.over(lambda: _ran(launched, told))
 
 

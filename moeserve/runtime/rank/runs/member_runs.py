@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 
@@ -72,7 +72,7 @@ class MemberRuns:
         self._group = group
         group.launch, group.flies, group.over = self._runs.launch, self._flies, self._over
         self.closed: Callable[[], Collection[int]] = lambda: ()  # layers that no step may take now
-        self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
+        self.observe: Callable[[Sequence[int]], None] = lambda layers: None  # of steps that have ended
         self.attend: Act = lambda: None  # has the thread that launches steps look after lanes for a while
         self.finish_short: Callable[[Act], None] = finish  # has one done after those that it had before
         self.room: Callable[[bool], bool] = lambda short: False  # whether that one waits for nothing
@@ -303,13 +303,13 @@ class MemberRuns:
             self._begun.launched(run)
         if launched is None:
             return
-        flight, found = launched
+        flight, found, layers = launched
         self._flies()
         if run.flows and len(run.steps) == 1:  # the next one of whomever is to be launched soon
             self.attend()
         self._begun.note_full(full=True)
         try:
-            (self.finish_short if run.short else self._finish)(lambda: self._ended(flight, of, found))
+            (self.finish_short if run.short else self._finish)(lambda: self._ended(flight, of, found, layers))
         except Exception as error:  # what was launched before does not end
             log.exception("a run of a pass is not waited for")
             why = f"{type(error).__name__}: {error}"
@@ -317,8 +317,10 @@ class MemberRuns:
         finally:
             self._begun.note_full(full=False)
 
-    def _launched(self, run: Run, of: Pass, version: int) -> tuple[Flight, int] | None:
-        """The run that was launched, and its weights; None where `of` was told why it was not."""
+    def _launched(self, run: Run, of: Pass, version: int) -> tuple[Flight, int, list[int]] | None:
+        """What was launched, its weights, and the layers of its steps; None where `of` was told why nothing
+        was.
+        """
         if not self._serving():
             of.lost(ANEW)
             return None
@@ -336,9 +338,10 @@ class MemberRuns:
         if any(one != first for one in epoch.versions):  # a reload is under way
             alike = takewhile(lambda step: epoch.version(position[step[0]]) == first, run.steps)
             run = run._replace(steps=tuple(alike))
-        return self._runs.launch(run, (epoch.number, first)), first
+        return self._runs.launch(run, (epoch.number, first)), first, [layer for layer, _ in run.steps]
 
-    def _ended(self, flight: Flight, of: Pass, version: int) -> None:
+    def _ended(self, flight: Flight, of: Pass, version: int, layers: Sequence[int]) -> None:
+        """layers: of the steps that were launched, in their order."""
         try:
             flight.event.synchronize()
             self._rank.late(next(iter(self._rank.plans)))  # raises where a kernel's wait has expired
@@ -352,7 +355,7 @@ class MemberRuns:
             why = f"it failed: {type(error).__name__}: {error}"
             self._over(lambda: of.lost(why))
             return
-        self.observe(told.answered)
+        self.observe(layers[: told.answered])
         self._over(lambda: of.ran(told, version))
 
     def _flies(self) -> None:
