@@ -83,6 +83,16 @@ def test_calls_that_end_at_their_deadline_in_a_standstill_tell_nothing_of_the_pa
         assert lane.ask("b", 30, 3.0) is None
 
 
+def test_the_pace_is_learned_of_calls_that_are_answered_while_layers_are_read() -> None:
+    """Those of other layers are served meanwhile, for as long as that takes: too many are refused, as ever."""
+    lane = Lane()
+    lane.admission.stand_still()
+    lane.learn()
+    assert lane.ask("a", 10, 0.05) is None
+    assert lane.ask("a", 10, 0.05) is None
+    assert lane.ask("a", 10, 0.05) is not None
+
+
 def test_what_a_standstill_took_tells_nothing_of_the_pace() -> None:
     """A member is lost, and the group serves on without it 2.6 s later: no call is refused for that."""
     lane = Lane()

@@ -90,8 +90,8 @@ class RowAdmission:
         self._lock = threading.Lock()
 
     def stand_still(self) -> None:
-        """The lane keeps its calls and serves none, until `go_on`. How long they wait meanwhile, and have
-        waited for whoever was lost, tells nothing of its pace.
+        """The lane keeps its calls and serves none, or those of some layers alone, until `go_on`. How long they
+        wait meanwhile, and have waited for whoever was lost, tells nothing of its pace; an answer does.
         """
         with self._lock:
             self._stands_still = True
@@ -218,7 +218,7 @@ class RowAdmission:
         """The lock is held."""
         self._rows -= held.rows
         self._callers.leave(held.caller, held.rows, now)
-        if code in MEASURED and not self._stands_still:
+        if code == "OK" or (code in MEASURED and not self._stands_still):
             self._largest = max(self._largest, held.rows)
             took = now - held.entered
             self._pace.note(held.ahead, took, now, ended=code == "OK")
