@@ -15,6 +15,7 @@ import torch
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.doors.deadlines import waited_out
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import ASIDE_BYTES, ASIDE_THREADS, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, Regions
@@ -271,8 +272,16 @@ def test_who_leaves_at_its_deadline_has_not_given_the_call_up(
     request, replies = ranked.request(4, name), list[bytes]()
     request.timeout_ms = timeout_ms
     leave = ranked.door.leases.take_packet(request.SerializeToString(), replies.append)
+    time.sleep(0.02)
     leave()
     assert [seen[2] for seen in ranked.counted] == [code]
+
+
+def test_who_leaves_a_short_call_at_once_has_given_it_up() -> None:
+    """As who asks two services, and takes the first answer: neither its errors nor its time say anything."""
+    assert not waited_out(0.039, 0.04)
+    assert waited_out(0.01, 0.04)
+    assert waited_out(0.05, 4.0) and not waited_out(0.2, 4.0)
 
 
 def replied(replies: list[bytes], count: int) -> list[moe_pb2.ForwardStreamReply]:

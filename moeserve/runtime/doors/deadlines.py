@@ -9,7 +9,8 @@ import grpc
 
 NEAR_SECONDS, NEAR_SHARE = 0.05, 0.012
 """A caller that leaves so shortly before its deadline has waited until then, by its own clock, which began
-earlier; and gRPC rounds what it says of the seconds that are left up, by a hundredth of them at most.
+earlier; and gRPC rounds what it says of the seconds that are left up, by a hundredth of them at most. Of a
+short deadline half is waited for at least.
 """
 
 LONGEST_SECONDS = 1e8  # of a deadline; gRPC says centuries where the caller set none
@@ -37,4 +38,4 @@ def waited_out(left: float | None, whole: float | None) -> bool:
     """
     if left is None or whole is None or not math.isfinite(left):
         return False
-    return left <= NEAR_SECONDS + NEAR_SHARE * whole
+    return left <= min(NEAR_SECONDS, whole / 2) + NEAR_SHARE * whole
