@@ -84,7 +84,7 @@ def test_calls_that_end_at_their_deadline_in_a_standstill_tell_nothing_of_the_pa
 
 
 def test_the_pace_is_learned_of_calls_that_are_answered_while_layers_are_read() -> None:
-    """Those of other layers are served meanwhile, for as long as that takes: too many are refused, as ever."""
+    """Other layers are served for as long as that takes: of their calls too many are refused, as ever."""
     lane = Lane()
     lane.admission.stand_still()
     lane.learn()

@@ -90,7 +90,7 @@ class RowAdmission:
         self._lock = threading.Lock()
 
     def stand_still(self) -> None:
-        """The lane keeps its calls and serves none, or those of some layers alone, until `go_on`. How long they
+        """The lane keeps its calls and serves none, or of some layers alone, until `go_on`. How long they
         wait meanwhile, and have waited for whoever was lost, tells nothing of its pace; an answer does.
         """
         with self._lock:
