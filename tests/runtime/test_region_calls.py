@@ -93,15 +93,15 @@ def test_an_error_is_raised(calls: RegionCalls, lane: Lane) -> None:
     with pytest.raises(InvalidArgument, match=r"INVALID_ARGUMENT \(bad_tensor\): hidden: no"):
         calls.receive("a")
     assert calls.send(job("b"), 5.0)  # and the lease is free again
-    calls.leave()
+    calls.leave("b")
 
 
 def test_one_call_at_a_time(calls: RegionCalls) -> None:
     assert calls.send(job("a"), 5.0)
     assert not calls.send(job("b"), 5.0)
-    calls.leave()
+    calls.leave("a")
     assert calls.send(job("c"), 5.0)
-    calls.leave()
+    calls.leave("c")
 
 
 def test_a_call_that_was_interrupted_leaves_the_next_one_its_lease(calls: RegionCalls) -> None:

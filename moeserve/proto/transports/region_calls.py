@@ -72,11 +72,11 @@ class RegionCalls:
         finally:
             self.leave(job_id)
 
-    def leave(self, job_id: str | None = None) -> None:
-        """Gives up the call of this id, or whichever is under way; its reply will be thrown away. One that
-        has ended, as by a signal's handler that raised in `receive`, has no lease: another call may have it.
+    def leave(self, job_id: str) -> None:
+        """Gives up the call of this id; its reply will be thrown away. One that has ended, as by a signal's
+        handler that raised in `receive`, has no lease: another call may have it.
         """
-        if self._under_way is not None and job_id in (None, self._under_way):
+        if self._under_way == job_id:
             self._under_way = None
             self._busy.release()
 
