@@ -293,12 +293,15 @@ class RankExperts:
         return tuple(place[:held].tolist()), epoch.version(position)
 
     def _checkpoint(self, version: int) -> Checkpoint:
-        """The checkpoint of a version, opened. Raises ValueError for one that is not of the same shapes."""
+        """The checkpoint of a version, opened; from any thread. Raises ValueError for one that is not of the
+        same shapes.
+        """
         if version == 1:
             return self._served.checkpoint
-        if version not in self._opened:
-            self._opened[version] = self._served.reloaded_from(self._weights[version - 1])
-        return self._opened[version]
+        found = self._opened.get(version)  # once: `use_weights` may close it meanwhile
+        if found is None:
+            found = self._opened[version] = self._served.reloaded_from(self._weights[version - 1])
+        return found
 
 
 def _differing(held: Held, wanted: Held) -> tuple[int, ...]:
