@@ -68,7 +68,7 @@ def check_groups(letter: str, size: int, form: Format) -> None:
         if part.rows == 1 and part.columns != WHOLE and size % part.columns:
             raise CheckpointError(
                 f"{letter}={size} must be a multiple of {part.columns}, a group of {form}, for experts to be "
-                "loaded so"
+                "loaded so; leave model.load_as out, or give another scheme"
             )
 
 
