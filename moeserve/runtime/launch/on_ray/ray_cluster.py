@@ -181,8 +181,8 @@ class RayCluster:
             left = ", ".join(f"{kind} {free.get(kind, 0):g}" for kind in bundle)
             raise TimeoutError(
                 f"Ray did not place {ranks} ranks ({each} each) within cluster.start_timeout_seconds = "
-                f"{limit:g}: others hold what the cluster has ({left} free); end them, add nodes, use fewer "
-                "ranks, or lower cluster.cpus_per_rank"
+                f"{limit:g}: others hold what the cluster has ({left} free), or no node fits a rank; "
+                "end them, add nodes, use fewer ranks, or lower cluster.cpus_per_rank"
             ) from None
 
     def _check_resources(self, bundle: dict[str, float], ranks: int) -> None:
