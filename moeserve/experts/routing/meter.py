@@ -113,6 +113,7 @@ class LoadMeter:
         self._recent = table(len(PHASES), layers, experts, dtype=torch.float64)
         self._slots = table(len(PHASES), layers, slots)
         self._windows = table(self.metering.windows, len(PHASES), layers, experts)  # the oldest at `_oldest`
+        self._taken = torch.empty_like(self._open)  # by `tick`, where memory may be had only when none waits
         self._each = torch.arange(self._open.numel(), device=device)  # the place of each count in `_open`
         self._oldest = 0
         self._seconds: deque[float] = deque(maxlen=self.metering.windows)
@@ -159,7 +160,7 @@ class LoadMeter:
         seconds = now - self._opened
         if seconds < self.metering.window_seconds:
             return
-        counted = self._open.clone() if beside else self._open
+        counted = self._taken.copy_(self._open) if beside else self._open
         self._recent.mul_(self.metering.weight(seconds)).add_(counted)
         self._closed.add_(counted)
         self._windows[self._oldest].copy_(counted)

@@ -26,7 +26,7 @@ from moeserve.runtime.rank.runs.mail import Mail
 from moeserve.runtime.rank.runs.member_runs import MemberRuns
 from moeserve.runtime.rank.runs.runs import Run, Told
 
-LANES = Company.BESIDE, Company.LANES
+OTHER_GPUS = Company.BESIDE, Company.LANES
 """Company of others' GPUs alone."""
 
 COMPANY_SECONDS = 0.0003
@@ -196,7 +196,7 @@ class MailLane(PassLane):
             run.steady = bool(run.flying) or now - run.answered < self._terms.ahead
         foreseen = alone and self._foreseen(run, there)
         if not there and not foreseen:
-            if company in LANES and (made := self._in_turn(run, company)) is not None:
+            if company in OTHER_GPUS and (made := self._in_turn(run, company)) is not None:
                 stage = made.steps[0][1]
                 return self._begins(run, made, now, {stage: run.sent[stage]}, in_turn=True)
             run.look_for_late(now, self._terms.patience)
@@ -220,7 +220,7 @@ class MailLane(PassLane):
         short = self._runs.short(rows)
         if short is not self.short:  # others' rows than its next ones have just come, or steps are under way
             return None
-        how = short, self._beside(company), company in LANES
+        how = short, self._beside(company), company in OTHER_GPUS
         made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before, *how)
         run.slow = run.slow and not run.resting
         early: dict[int, int] | None = None
