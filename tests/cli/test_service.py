@@ -220,7 +220,7 @@ def test_a_rebalance_that_cannot_be_is_bad_input(served: Served, capsys: pytest.
     assert main(["rebalance", served.address, "--policy", "wish"]) == 2
     assert "policy: unknown balancing policy 'wish'; known: even, eplb" in capsys.readouterr().err
     assert main(["rebalance", served.address, "--max-moves", "-1"]) == 2
-    assert "--max-moves=-1 must be 0 or more" in capsys.readouterr().err
+    assert "--max-moves=-1 must be 0 to" in capsys.readouterr().err
 
 
 def test_reload(served: Served, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
