@@ -195,7 +195,7 @@ class Submitted:
         """Has `call`, of `layer`, made after those before it; returns its number. Raises RuntimeError once it
         is closed, and after a fork.
         """
-        self._check_process()
+        check_process(self._process)
         if self._closed:
             raise RuntimeError(CLOSED)
         number, now = next(self._numbers), self._rounds.at(layer)
@@ -213,7 +213,7 @@ class Submitted:
         """The answer of `number`, or its failure. Raises KeyError for one that was taken, or never put, and
         RuntimeError once it is closed, and after a fork.
         """
-        self._check_process()
+        check_process(self._process)
         if self._closed:
             raise RuntimeError(CLOSED)
         if number not in self._answers:
@@ -225,7 +225,7 @@ class Submitted:
         """Makes `call` after those under way; in this thread where there are none. Raises RuntimeError after
         a fork.
         """
-        self._check_process()
+        check_process(self._process)
         if all(answer.done() for answer in self._answers.values()):
             return call()
         return self._thread.submit(_without_gradients, call).result()
@@ -236,10 +236,6 @@ class Submitted:
         self._thread.shutdown()
         self._answers.clear()
         self._round_of.clear()
-
-    def _check_process(self) -> None:
-        """Raises RuntimeError in a process that was forked: the thread is its parent's, and never answers."""
-        check_process(self._process)
 
 
 def _without_gradients(call: Callable[[], T]) -> T:

@@ -22,6 +22,7 @@ import pytest
 from engine_runs import ROOT, free_port
 from processes import descendants_of, gone
 
+from bench.lib.children import end
 from moeserve.proto.client import MoeClient
 
 INSTALL_SECONDS, START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 900.0, 600.0, 120.0, 30.0
@@ -80,12 +81,7 @@ def running(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         children = descendants_of(process.pid)
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, STOP_SECONDS)
         if not gone(children, STOP_SECONDS):
             for child in children:
                 with contextlib.suppress(ProcessLookupError):

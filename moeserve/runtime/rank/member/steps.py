@@ -180,7 +180,7 @@ class MemberSteps:
         """The job with experts that the correction bias of these weights has chosen, where any has: its layer
         may have been reloaded since. None where it has failed.
         """
-        if job is None or job.routed is None or job.routed.version == version:
+        if job is None or job.routed is None:
             return job
         try:
             self._rank.experts.reroute(job, version)
