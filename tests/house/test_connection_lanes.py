@@ -9,14 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 from failures import standing_still
 from houses import Alone, house_config
-from lane_calls import in_threads, requests
+from lane_calls import in_threads, lanes_at, requests
 
-from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
 from moeserve.proto.passes.lane_client import LaneClient
@@ -48,11 +47,7 @@ def client(house: LocalCluster) -> Iterator[MoeClient]:
 
 def lanes_of(house: LocalCluster, rank: int = 0) -> list[moe_pb2.DeviceLaneInfo]:
     """Those of data connections that are attached to a rank."""
-    with MoeClient(house.address, timeout=SECONDS) as asks:
-        (address,) = [lane.address for lane in asks.topology().lanes if lane.rank == rank]
-    with grpc.insecure_channel(address) as channel:
-        found = moe_pb2_grpc.DeviceLaneServiceStub(channel).ListDeviceLanes(moe_pb2.ListDeviceLanesRequest())
-    return [lane for lane in found.lanes if lane.name.startswith("connection-")]
+    return [lane for lane in lanes_at(house.address, rank) if lane.name.startswith("connection-")]
 
 
 def until(true: object, seconds: float = 5.0) -> None:

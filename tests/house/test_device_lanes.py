@@ -17,6 +17,7 @@ import pytest
 import torch
 from attached_callers import Steady, answer_of, name_of, one_pass, run_caller
 from houses import Alone, house_config
+from lane_calls import lanes_at
 from reported import until_reported
 from warm import WARM
 
@@ -168,11 +169,7 @@ def test_callers_that_pin_no_rank_are_spread(house: LocalCluster) -> None:
 
 
 def listed(house: LocalCluster, rank: int = 0) -> dict[str, moe_pb2.DeviceLaneInfo]:
-    with MoeClient(house.address, timeout=20) as client:
-        lanes = {lane.rank: lane.address for lane in client.topology().lanes}
-    with grpc.insecure_channel(lanes[rank]) as channel:
-        stub = moe_pb2_grpc.DeviceLaneServiceStub(channel)
-        return {lane.name: lane for lane in stub.ListDeviceLanes(moe_pb2.ListDeviceLanesRequest()).lanes}
+    return {lane.name: lane for lane in lanes_at(house.address, rank)}
 
 
 def test_lanes_are_listed_without_their_secrets(house: LocalCluster, alone: Alone) -> None:

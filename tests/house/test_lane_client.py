@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 from failures import stand_still
+from fake_members import until
 from houses import Alone, house_config
-from lane_calls import CLOSE, Ordinary, check, in_threads, line_of
+from lane_calls import CLOSE, Ordinary, check, in_threads, lanes_at, line_of
 
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, NotFound
@@ -49,6 +50,7 @@ def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
 def client(house: LocalCluster) -> Iterator[LaneClient]:
     with LaneClient(house.address, timeout=20.0, lane=0) as made:
         yield made
+    until(lambda: not lanes_at(house.address, 0))  # what its rank sees as gone has left its place
 
 
 @pytest.fixture

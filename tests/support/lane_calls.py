@@ -8,10 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from houses import Alone
 
+from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 from moeserve.proto.passes.lane_client import LaneClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -60,3 +62,12 @@ def line_of(client: LaneClient) -> Any:
     """The lane of a client that has one."""
     (line,) = client._idle
     return line
+
+
+def lanes_at(address: str, rank: int) -> list[moe_pb2.DeviceLaneInfo]:
+    """The device lanes that are attached to a rank of the service at `address`."""
+    with MoeClient(address, timeout=20.0) as client:
+        (lane,) = [lane.address for lane in client.topology().lanes if lane.rank == rank]
+    with grpc.insecure_channel(lane) as channel:
+        stub = moe_pb2_grpc.DeviceLaneServiceStub(channel)
+        return list(stub.ListDeviceLanes(moe_pb2.ListDeviceLanesRequest(), timeout=20.0).lanes)
