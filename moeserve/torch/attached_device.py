@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable
 from moeserve.proto.passes.mailbox import WORD, Status
 from moeserve.proto.passes.running import Pass
 from moeserve.torch.caller_lane import Attach, CallerLane
+from moeserve.torch.stages import Stages
 from moeserve.torch.ways import CLOSED, Rounds, Rows, Sizes, WrongRows
 
 log = logging.getLogger(__name__)
@@ -64,13 +66,11 @@ class AttachedDevice:
         self._lane, self._kernels = self._made(layout, rows_wire)
         self._layout = layout = self._lane.layout
         self._pass: Pass | None = None
-        self._sent = [0] * layout.stages  # steps of each stage, without those of replayed graphs
-        self._recorded = [0] * layout.stages  # while a graph is recorded
+        self._stages = Stages(layout.stages, partial(torch.cuda.current_stream, device))
         self._calls: dict[int, tuple[int, Tensor, int]] = {}  # stage, rows, and forward pass, by number
         self._numbers = 0
         self._rounds = Rounds(layout.stages)
         self._failed: MoeError | None = None  # what a pass ended with that was left since the last `check`
-        self._streams: dict[int, torch.cuda.Stream] = {}  # of the last call, by stage
         self._lock = threading.Lock()  # for which pass runs, and whether its kernels wait
         self._closing = threading.Event()
         threading.Thread(target=self._watch, name="device-lane", daemon=True).start()
@@ -109,7 +109,7 @@ class AttachedDevice:
         now = self._rounds.at(layer)
         given = self._given(rows)
         stage = self._stage_at(layer, self._free(now))
-        self._follow_stream(stage)
+        self._stages.follow(stage, capturing=torch.cuda.is_current_stream_capturing())
         self._numbers += 1
         self._calls[self._numbers] = stage, rows.hidden, now
         return self._numbers, stage, given
@@ -119,7 +119,7 @@ class AttachedDevice:
         if number not in self._calls:
             raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
         stage, hidden, _ = self._calls.pop(number)
-        self._follow_stream(stage)
+        self._stages.follow(stage, capturing=torch.cuda.is_current_stream_capturing())
         return stage, torch.empty(hidden.shape, dtype=self._layout.dtype, device=self._device), hidden.dtype
 
     def _free(self, now: int) -> list[int]:
@@ -135,16 +135,6 @@ class AttachedDevice:
                 "raise Settings.stages"
             )
         return free
-
-    def _follow_stream(self, stage: int) -> None:
-        """Calls of a stage follow one another on the device, also from one stream to another."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        now = torch.cuda.current_stream(self._device)
-        before = self._streams.get(stage)
-        if before is not None and before != now:
-            now.wait_stream(before)
-        self._streams[stage] = now
 
     def check(self) -> None:
         """Waits for the device. Raises what a pass has ended with since the last time: PassLate, Unavailable
@@ -228,7 +218,8 @@ class AttachedDevice:
     def _forget(self) -> None:
         with self._lock:
             self._pass = None
-        self._calls, self._sent = {}, [0] * self._layout.stages
+        self._calls = {}
+        self._stages.begin()
 
     def _end_on_device(self) -> None:
         """From now on no kernel of this way touches the lane's memory, also of graphs that are replayed."""
@@ -263,7 +254,7 @@ class AttachedDevice:
         """A free stage whose next layer this is; in another pass where there is none."""
         if torch.cuda.is_current_stream_capturing():
             return self._recorded_at(layer, free)
-        recorded, self._recorded = self._recorded, [0] * len(self._recorded)
+        recorded = self._stages.recorded()
         if any(steps % self._round for steps in recorded):
             raise RuntimeError(
                 f"a graph was recorded with {recorded} steps of each stage, or its recording failed; whole "
@@ -271,37 +262,31 @@ class AttachedDevice:
             )
         lane, run = self._attached(), self._pass
         first = (self._layers or lane.lane.layers)[0]
-        fits = run is not None and run.status is None and self._at(layer, free) is not None
+        fits = run is not None and run.status is None and self._stages.fits(layer, free, run.layers)
         if not fits or (run is not None and layer == first != run.layers[0]):
             self._begin(lane, layer)
             free = list(range(self._layout.stages))
-        stage = self._at(layer, free)
+        assert self._pass is not None
+        stage = self._stages.take(layer, free, self._pass.layers)
         assert stage is not None
-        self._sent[stage] += 1
         return stage
 
     def _recorded_at(self, layer: int, free: list[int]) -> int:
         run = self._pass
-        if run is None or any(steps % self._round for steps in self._sent):
+        if run is None or not self._stages.whole(self._round):
             raise RuntimeError(
                 "a CUDA graph is recorded in the middle of a forward pass, or before the first one: run one "
                 "before, and record a whole one"
             )
         self._in_graphs = True
-        for stage in free:
-            if run.layers[self._recorded[stage] % self._round] == layer:
-                self._recorded[stage] += 1
-                return stage
-        raise WrongRows(f"layer {layer} is not the next one; a recorded forward pass calls {run.layers}")
+        stage = self._stages.take_recorded(layer, free, run.layers)
+        if stage is None:
+            raise WrongRows(f"layer {layer} is not the next one; a recorded forward pass calls {run.layers}")
+        return stage
 
     @property
     def _round(self) -> int:
         return 1 if self._pass is None else len(self._pass.layers)
-
-    def _at(self, layer: int, free: list[int]) -> int | None:
-        assert self._pass is not None
-        layers = self._pass.layers
-        return next((stage for stage in free if layers[self._sent[stage] % len(layers)] == layer), None)
 
     def _begin(self, lane: CallerLane, layer: int) -> None:
         """Announces a standing pass over all layers, from `layer` on, and has kernels count from there."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiler import needs_nvrtc
 from error_model import bound_of, settled_rows
+from gemm_pieces import in_pieces
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 
 from moeserve.device.machine import this_machine
@@ -112,6 +113,9 @@ def test_any_rows_agree_with_the_reference(
             torch.cat(arrival.segments(k.apply(k.prepare(weights), there).float(), batch))
             for k in (kernel, reference)
         )
+        with in_pieces():
+            again = kernel.apply(kernel.prepare(weights), there).float()
+        assert torch.equal(torch.cat(arrival.segments(again, batch)), found)
         carried = arrival.segments(there.tokens.dequantize(), batch)
         bound = bound_of(KERNELS[name], spec, weights, carried, wire)
         assert float((found - wanted).norm() / wanted.norm()) <= bound, (bias, dtype, bound)

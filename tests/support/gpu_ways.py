@@ -46,8 +46,9 @@ def opened(
     device: str = "cuda",
     one_version: bool = False,
     rows_wire: str = "auto",
+    layers: tuple[int, ...] = (),
 ) -> AttachedDevice:
-    """A way with rows on a GPU."""
+    """A way with rows on a GPU. layers: of a forward pass; (): the service's."""
     settings = Settings(
         "attached",
         house.address,
@@ -58,6 +59,7 @@ def opened(
         device=device,
         one_version=one_version,
         rows_wire=rows_wire,
+        layers=layers,
     )
     return connect(settings)
 

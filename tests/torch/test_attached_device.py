@@ -137,6 +137,46 @@ def test_two_stages_exchange_in_a_graph_with_the_bits_of_calls(
 
 
 @pytest.mark.gpu(1)
+@torch.no_grad()
+def test_micro_batches_with_a_stream_each_have_the_bits_of_calls(
+    house: LocalCluster, remote: object, alone: Alone
+) -> None:
+    """Eager and in a graph, over a forward pass that ends with the layer with which the next one begins."""
+    order = (0, 1, 0)
+    way = opened(house, "micro", stages=2, layers=order)
+    given = [batch(alone, rows, seed=rows) for rows in (3, 40)]
+    main, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    own = [torch.cuda.Stream(priority=-1) for _ in given]
+
+    def passed() -> list[Tensor]:
+        found = []
+        for layer in order:
+            for one, stream in zip(given, own, strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    found.append(MoeExperts(way, layer)(*one))
+        for stream in own:
+            torch.cuda.current_stream().wait_stream(stream)
+        return found
+
+    wanted = [MoeExperts(remote, layer)(*one) for layer, one in product(order, given)]
+    for _ in range(3):
+        with torch.cuda.stream(main):
+            eager = passed()
+        way.check()
+        assert all(map(torch.equal, eager, wanted))
+    with torch.cuda.graph(graph, stream=main):
+        found = passed()
+    for _ in range(5):
+        for answer in found:
+            answer.zero_()
+        graph.replay()
+        way.check()
+        assert all(map(torch.equal, found, wanted))
+    way.close()
+
+
+@pytest.mark.gpu(1)
 def test_one_stage_runs_ahead_with_any_rows(house: LocalCluster, remote: object, alone: Alone) -> None:
     way = opened(house, "one")
     layers, others = ([MoeExperts(one, layer) for layer in (0, 1)] for one in (way, remote))

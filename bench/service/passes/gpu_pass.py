@@ -1,8 +1,8 @@
 """Passes of a caller's GPU: the hop of a layer, a decode loop, and two callers; no host between two layers.
 
     python -m bench.service.passes.gpu_pass [--hop] [--loop] [--callers] [--layers 4] [--experts 64]
-        [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--alike] [--load-as SCHEME]
-        [--seconds 540] [--out FILE]
+        [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--one-stream] [--alike]
+        [--load-as SCHEME] [--seconds 540] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, and callers whose forward passes are CUDA graphs. Its parts,
 all of them where none is named:
@@ -12,7 +12,8 @@ all of them where none is named:
               graphs with flags and nothing else: no experts, no routes, no checks
     loop      a decode loop of 58 steps with other routes each pass: wall clock of passes one after another,
               attention by a kernel that fills the GPU and reads its memory, in one, two and three stages;
-              beside it `bound`: stages times the longer of attention and experts
+              beside it `bound`: stages times the longer of attention and experts. Of several stages each has
+              a stream for its rows and answers, beside that of attention; with --one-stream all are on one
     callers   a step of 4 rows while another caller has steps of 512; needs two GPUs. Its rows choose experts
               by chance, so that each step reads more or fewer; with --alike one row chooses each expert
 
@@ -41,6 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.lib.gpu_clocks import GpuClocks
 from bench.lib.record import Result, write
 from bench.service.hops.service import checkpoint_folder
 from bench.service.hops.sizes import Sizes, write_checkpoint
@@ -139,7 +141,7 @@ class Run:
         self.mode = f"{where}, {args.load_as or 'fp8'}"
         self.parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
         self.rows, self.passes = args.rows, args.passes
-        self.wanted = Wanted(args.passes, args.attention, args.stages)
+        self.wanted = Wanted(args.passes, args.attention, args.stages, args.one_stream)
         self.config = config_of(folder, args.load_as, args.short_rows)
         self.kind = callers.Kind(args.alike, args.short_rows)
         self.clock = Clock(args.seconds)
@@ -190,7 +192,7 @@ class Run:
             both.close()
             del both, work
             gc.collect()
-        self._told(rows, times[True], times[False], host=host)
+        self._told(rows, times[True], times[False], {"host us a pass": host})
 
     def _loop(self, rank: HostedRank, runs: PassRuns) -> None:
         rows = [one for one in LOOP_ROWS if one in self.rows]
@@ -217,11 +219,12 @@ class Run:
                 times = list[list[float]]()
                 for wire in ("as_they_are", "auto"):
                     way = opened("bench", rows, 1, order, wire)
-                    found, answers = hop_through(way, given, layers, min(HOP_PASSES, self.passes))
+                    with GpuClocks.of(self.owner) as clocks:
+                        found, answers = hop_through(way, given, layers, min(HOP_PASSES, self.passes))
                     way.close()
                     check(f"hop, {rows} rows", (0, 0), answers, right)
                     times.append(found)
-                self._told(rows, times[1], times[0])
+                self._told(rows, times[1], times[0], clocks.told)
             if "callers" in self.parts:
                 wanted = min(HOP_PASSES, self.passes)
                 self.results += callers.compared(
@@ -238,9 +241,9 @@ class Run:
                     self.results += [made] if made else []
                 rows_left.remove(one)
 
-    def _told(self, rows: int, found: list[float], plain: list[float], **more: float) -> None:
+    def _told(self, rows: int, found: list[float], plain: list[float], more: dict[str, float]) -> None:
         """The hop of so many rows; `found` are a layer's times through the lane, `plain` those with rows that
-        come as they are.
+        come as they are. The step in process has a spread of its own.
         """
         alone = float(np.median(self._alone[rows]))
         hop = float(np.median(found)) - alone
@@ -249,8 +252,9 @@ class Run:
             "layer": float(np.median(found)),
             "layer, rows as they are": float(np.median(plain)),
             "step": alone,
+            "step p99": float(np.percentile(self._alone[rows], 99)),
             "prototype": float(np.median(self._bare[rows])),
-        } | {f"{name} us a pass": value for name, value in more.items()}
+        } | more
         made = Result(
             "gpu_pass",
             f"hop, {rows} rows, {self.mode}",
@@ -297,6 +301,9 @@ def main() -> None:
         "--attention", type=float, nargs="+", default=list(ATTENTION), help="of the loop, us; -1: as experts"
     )
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), help="of the loop")
+    parser.add_argument(
+        "--one-stream", action="store_true", help="of the loop: attention and all stages are on one stream"
+    )
     parser.add_argument(
         "--alike", action="store_true", help="of callers: each expert is chosen by one row of the small one"
     )

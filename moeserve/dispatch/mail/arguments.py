@@ -78,6 +78,7 @@ POST = Arguments(
     counts="const int*?",
     totals="u64*?",
     slots="int",
+    early="int",
     last="int",
     lines_at="u64",
     rows_at="u64",

@@ -247,11 +247,13 @@ class OwnerKernels:
         tally: Tally | None = None,
         living: Living | None = None,
         *,
+        early: bool = False,
         last: bool = False,
     ) -> None:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory; where a member
         was given up whose sums it should have, the pass ends as lost instead. tally: counted behind that.
-        last: of a run that `Words` has begun.
+        last: of a run that `Words` has begun. early: kernels lie between the take of the step and this, the
+        first of which has waited until the take was over.
         """
         lines, rows = self._layout.answer(stage)
         self._post.launch(
@@ -264,6 +266,7 @@ class OwnerKernels:
                 "counts": None if tally is None else tally.counts,
                 "totals": None if tally is None else tally.totals,
                 "slots": 0 if tally is None else len(tally.counts),
+                "early": int(early and self._overlaps),
                 "last": int(last),
                 "blocks": self._layout.blocks,
                 "lines_at": lines,

@@ -57,6 +57,12 @@ class Wanted(NamedTuple):
     passes: int
     attention: Sequence[float] = ATTENTION
     stages: Sequence[int] = STAGES
+    one_stream: bool = False  # for attention and all stages; else several stages have one each
+
+    def streams(self, stages: int, device: str) -> list[torch.cuda.Stream]:
+        """Those of the stages beside that of attention, whose kernels fill the GPU: theirs are urgent."""
+        own = 0 if self.one_stream or stages == 1 else stages
+        return [torch.cuda.Stream(device, priority=-1) for _ in range(own)]
 
     def cases(self, rows: Sequence[int]) -> list[Case]:
         """All of them, those of few rows first."""
@@ -87,12 +93,20 @@ class Caller(Protocol):
         """Brings the rows of a stage's step `at`, and takes the answer of another one's step `before`."""
 
 
-def forward(caller: Caller, of: Batches, attention: Attention, stages: int) -> None:
-    """Launches a forward pass: while one stage is with the experts, the others have their attention. Whose
-    attention is next has its answer taken as the rows of the one before are brought.
+def forward(
+    caller: Caller, of: Batches, attention: Attention, stages: int, own: Sequence[torch.cuda.Stream] = ()
+) -> None:
+    """Launches a forward pass: while one stage is with the experts, the others have their attention.
+
+    own: a stream for each stage's rows and answers, beside that of attention, which waits for a stage's
+    answer alone. (): all are launched on the current stream, and whose attention is next has its answer taken
+    as the rows of the one before are brought.
     """
     of.renew()
     order = [(stage, at) for at in range(LOOP) for stage in range(stages)]
+    if own:
+        _forward_apart(caller, order, attention, own)
+        return
     for place, (stage, at) in enumerate(order):
         attention.run()
         before = place + 1 - stages  # the step whose answer is wanted next
@@ -105,6 +119,23 @@ def forward(caller: Caller, of: Batches, attention: Attention, stages: int) -> N
             caller.exchange(stage, at, *order[before])
     for stage, at in order[len(order) + 1 - stages :]:
         caller.wait(stage, at)
+
+
+def _forward_apart(
+    caller: Caller, order: list[tuple[int, int]], attention: Attention, own: Sequence[torch.cuda.Stream]
+) -> None:
+    """The same, each stage's rows and answers on a stream of its own."""
+    main = torch.cuda.current_stream()
+    for stage, at in order:
+        if at:
+            main.wait_stream(own[stage])
+        attention.run()
+        own[stage].wait_stream(main)
+        with torch.cuda.stream(own[stage]):
+            caller.submit(stage, at)
+            caller.wait(stage, at)
+    for stream in own:
+        main.wait_stream(stream)
 
 
 class _OnStreams:
@@ -197,7 +228,8 @@ class Loop:
         rank, runs = owner
         both = TwoStreams(runs, rank, self._sizes, self._home, (case.rows, case.stages, LOOP))
         caller, took = _OnStreams(both, of, self._sizes.layers), self._attention(case, known)
-        launch = both.launcher(lambda: forward(caller, of, self.attention, case.stages), announced=True)
+        own = self._wanted.streams(case.stages, self._home)
+        launch = both.launcher(lambda: forward(caller, of, self.attention, case.stages, own), announced=True)
         passes = self._passes(launch, left)
         layer = wall(launch, passes, self._home).layer if passes else 0.0
         host = sorted(both.host)[len(both.host) // 2] * 1e6
@@ -216,14 +248,15 @@ class Loop:
         way = opened("decode", case.rows, case.stages, tuple(at % layers for at in range(LOOP)))
         caller, attention = _OnWay(way, of, layers), self._attention(case, known)
         stream, graph = torch.cuda.Stream(HOME), torch.cuda.CUDAGraph()
+        own = self._wanted.streams(case.stages, HOME)
         with torch.cuda.device(HOME):
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    forward(caller, of, self.attention, case.stages)
+                    forward(caller, of, self.attention, case.stages, own)
             way.check()
             version = way.version()
             with torch.cuda.graph(graph, stream=stream):
-                forward(caller, of, self.attention, case.stages)
+                forward(caller, of, self.attention, case.stages, own)
 
             def launch() -> None:
                 with torch.cuda.stream(stream):
@@ -277,7 +310,9 @@ class Loop:
             return None
         bound = case.stages * max(attention, known.experts)
         aim = AIMS.get(case.stages) if "two GPUs" in self._mode else None
+        streams = 1 + len(self._wanted.streams(case.stages, self._home))
         peers = {"attention": attention, "experts": known.experts, "bound": bound, "passes": passes} | more
+        peers |= {"streams of the caller": streams}
         made = Result(
             "gpu_pass",
             case.text(self._mode),
@@ -295,11 +330,11 @@ class Loop:
 
 def known_of(rank: HostedRank, sizes: Sizes, rows: int, seconds: float = STEADY) -> Known:
     """Steps of so many rows in process, on the owner's GPU, which is at work for so long before they count:
-    it is as warm then, and its clocks are as low, as in a decode loop.
+    it is as warm then, and its clocks are as low, as in a decode loop. It is their mean, as a loop's.
     """
     of = Batches(sizes, rows, rank.device)
     took, first = steps_alone(rank, of.given[0], sizes.layers, ESTIMATED)
     passes = 2 * int(seconds * 1e6 / (float(np.median(took)) * LOOP)) + 1
     took, _ = steps_alone(rank, of.given[0], sizes.layers, passes)
     others = [steps_alone(rank, stage, sizes.layers, 2)[1] for stage in of.given[1:]]
-    return Known(float(np.median(took[len(took) // 2 :])), [first, *others])
+    return Known(float(np.mean(took[len(took) // 2 :])), [first, *others])

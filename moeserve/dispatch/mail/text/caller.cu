@@ -89,18 +89,19 @@ extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments arg
 }
 
 // Brings rows by its first `bringing` blocks, tells of them by its last one, and fetches the answer of another stage by the
-// others: neither waits for what another asks for.
+// others: neither waits for what another asks for. An answer is asked for beside what was launched before.
 extern "C" __global__ void mail_exchange(const __grid_constant__ ExchangeArguments args) {
-  await_launch();
   u64* words = args.table;
   const int block = blockIdx.x, last = gridDim.x - 1;
   if (block < args.bringing) {
+    await_launch();
     bring(args, block, args.bringing, words[NUMBER], words[STEPS + args.stage], word(words, ENDED));
   } else if (block == last) {
+    await_launch();
     tell(args, words[NUMBER], words[STEPS + args.stage], word(words, ENDED));
   } else {
     const Answer of = {words, args.out, args.answer_lines_at, args.answer_at, args.answer_stage, args.answer_count, args.row_words,
                        args.lines};
-    fetch(of, block - args.bringing, last - args.bringing, false, false);
+    fetch(of, block - args.bringing, last - args.bringing, false, true);
   }
 }

@@ -139,10 +139,24 @@ struct Routes {
 // Notes how a pass has ended, where it had not.
 DEVICE void note_end(u64* words, u64 status) { atomicCAS(words + ENDED, 0ull, status); }
 
-// Waits until the post before, which runs and waits for nobody, has read what it gives, and whether the pass had ended.
+// READ of a state, of the step that was taken as number `took`. Its kernels have ended, so that its room may be written; and its
+// post has read all that it gives, too.
+DEVICE u64 over_at(u64 took) { return 2 * took - 1; }
+DEVICE u64 read_at(u64 took) { return 2 * took; }
+
+// Waits until the kernels of the step before have ended, beside whose post a take has begun. As with a launch that waits for
+// the one before, they have bounds of their own. One thread asks.
+DEVICE void await_over(u64* words, u64 took) {
+  while (word(words, READ) < over_at(took)) continue;
+}
+
+// Waits until the post before, which waits for nobody once its step is over, has read what it gives, and whether the pass had
+// ended. `took`: 0 where no post is under way.
 DEVICE void await_read(u64* words, u64 took) {
+  if (!took) return;
+  await_over(words, took);
   const u64 began = nanoseconds();
-  while (word(words, READ) < took)
+  while (word(words, READ) < read_at(took))
     if (nanoseconds() - began > LONGEST_POST) note_end(words, LOST);  // and it waits: what is read may not be written
 }
 
@@ -252,13 +266,22 @@ DEVICE uint2 widen_codes(u32 codes, float scale) {
                     narrow(__fmul_rn(x[2], scale), __fmul_rn(x[3], scale)));
 }
 
-// Records as rows again: what rounds them once more finds the same scales and codes (bfloat16 holds a group's largest
-// element, from which the scale follows, and every other to far less than half a code's distance).
-DEVICE void take_rows(const u8* from, uint4* to, long rows, int, int block, int blocks) {
-  const Share share(rows, block, blocks);
-  for (long base = share.first + threadIdx.x; base < share.last; base += AT_ONCE * blockDim.x) {
-    uint4 codes[AT_ONCE];
-    u32 scales[AT_ONCE];
+// A block's share of records, which become rows again: what rounds them once more finds the same scales and codes (bfloat16
+// holds a group's largest element, from which the scale follows, and every other to far less than half a code's distance).
+// The first pieces of each thread are asked for when this is made, and waited for when they are stored.
+struct Taking {
+  const u8* from;
+  Share share;
+  long base;
+  uint4 codes[AT_ONCE];
+  u32 scales[AT_ONCE];
+
+  DEVICE Taking(const u8* from, long rows, int, int block, int blocks)
+      : from(from), share(rows, block, blocks), base(share.first + threadIdx.x) {
+    load();
+  }
+
+  DEVICE void load() {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const long at = base + i * blockDim.x;
@@ -267,18 +290,25 @@ DEVICE void take_rows(const u8* from, uint4* to, long rows, int, int block, int 
       codes[i] = load_fresh((const uint4*)record + at % PIECES);
       scales[i] = load_fresh((const u32*)(record + PART1_AT) + at % PIECES / GROUP_PIECES);
     }
+  }
+
+  DEVICE void store(uint4* to) {
+    while (base < share.last) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const long at = base + i * blockDim.x;
-      if (at >= share.last) continue;
-      const float scale = from_bits(scales[i]);
-      const uint2 a = widen_codes(codes[i].x, scale), b = widen_codes(codes[i].y, scale);
-      const uint2 c = widen_codes(codes[i].z, scale), d = widen_codes(codes[i].w, scale);
-      to[2 * at] = make_uint4(a.x, a.y, b.x, b.y);
-      to[2 * at + 1] = make_uint4(c.x, c.y, d.x, d.y);
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const long at = base + i * blockDim.x;
+        if (at >= share.last) continue;
+        const float scale = from_bits(scales[i]);
+        const uint2 a = widen_codes(codes[i].x, scale), b = widen_codes(codes[i].y, scale);
+        const uint2 c = widen_codes(codes[i].z, scale), d = widen_codes(codes[i].w, scale);
+        to[2 * at] = make_uint4(a.x, a.y, b.x, b.y);
+        to[2 * at + 1] = make_uint4(c.x, c.y, d.x, d.y);
+      }
+      base += AT_ONCE * blockDim.x;
+      load();
     }
   }
-}
+};
 #else
 #define MAIL_ROW_BYTES(args) (args.row_words * 16l)
 
@@ -289,7 +319,8 @@ struct Sending : Copy {
   DEVICE void store(u8* to) { Copy::store((uint4*)to); }
 };
 
-DEVICE void take_rows(const u8* from, uint4* to, long rows, int row_words, int block, int blocks) {
-  copy_share((const uint4*)from, to, rows * row_words, block, blocks);
-}
+struct Taking : Copy {
+  DEVICE Taking(const u8* from, long rows, int row_words, int block, int blocks)
+      : Copy((const uint4*)from, rows * row_words, block, blocks) {}
+};
 #endif

@@ -104,9 +104,9 @@ DEVICE bool await_filled(const Line* header, long rows, u64* words, u64 behind) 
 // A step that was launched before anybody knew of its rows has in LEAST how few there may be, for as many as were
 // launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
 //
-// Where it follows a post of another stage (`early`) it begins beside that: all before the post is over then, so that
-// nobody reads the room any more. What the post reads or writes itself (TAKEN, ENDED) waits until the post has read all that
-// it gives: the kernels behind this one run while it is on its way.
+// Where it follows a post of another stage (`early`) it begins beside that, and perhaps beside the kernel before: it looks for
+// its rows and asks for them meanwhile. The room is written once the step before is over. What the post reads or writes itself
+// (TAKEN, ENDED) waits until the post has read all that it gives: the kernels behind this one run while it is on its way.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   if (!args.early || args.awaited) await_launch();
@@ -156,22 +156,26 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   }
   there = __syncthreads_and(there);
   begin_next();  // it waits until this is over; not before, since it holds a multiprocessor, too
-  const u64 read = word(words, READ);  // likely all, and asked for beside the rows
-  if (there && block < blocks) {
-    Routes routes((const u32*)(box + args.route_at), args.weights ? (const u32*)(box + args.weights_at) : nullptr,
-                  (long)count * args.route_words, block, blocks);
-    take_rows(box + args.hidden_at, args.hidden, count, args.row_words, block, blocks);
-    const u32 experts = args.weights ? (u32)args.experts : 0xffffffffu;
-    routes.store(args.route, args.weights, [&](u32 id) {
-      const bool known = !args.weights || id + 1 <= experts;  // -1: none
-      if (!known) note_end(words, REFUSED, behind);  // and nobody computes it
-      return known ? id : 0xffffffffu;
-    });
+  const long mine = there && block < blocks ? count : 0;
+  Routes routes((const u32*)(box + args.route_at), args.weights ? (const u32*)(box + args.weights_at) : nullptr,
+                mine * args.route_words, block, blocks);
+  Taking rows_here(box + args.hidden_at, mine, args.row_words, block, blocks);
+  if (args.early) {
+    if (threadIdx.x == 0) await_over(words, took);
+    __syncthreads();
   }
+  const u64 read = word(words, READ);  // likely all, and asked for beside what is stored
+  const u32 experts = args.weights ? (u32)args.experts : 0xffffffffu;
+  rows_here.store(args.hidden);
+  routes.store(args.route, args.weights, [&](u32 id) {
+    const bool known = !args.weights || id + 1 <= experts;  // -1: none
+    if (!known) note_end(words, REFUSED, behind);  // and nobody computes it
+    return known ? id : 0xffffffffu;
+  });
   if (block == 0)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
   if (block || threadIdx.x) return;
-  if (args.early && read < took) await_read(words, took);
+  if (args.early && read < read_at(took)) await_read(words, took);
   words[TAKEN] = (u64)next.found.buffer << 32 | count;
   words[TOOK] = took + 1;
 }
@@ -197,7 +201,7 @@ struct Tally {
   }
 };
 
-DEVICE void note_read(u64* words, u64 took) { *(volatile u64*)(words + READ) = took; }
+DEVICE void note_read(u64* words, u64 took) { *(volatile u64*)(words + READ) = read_at(took); }
 
 // A block of a post has read its share, and whether the pass had ended; the last one notes that all is read. All blocks come
 // here, once.
@@ -265,18 +269,16 @@ DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u64 t
 // Gives the answer of the step that was taken last to its caller, and counts the step and its rows. Behind the last step of
 // a run it brings the words back. Of a caller's rows in host memory the owner's host says how a pass has ended.
 //
-// READ says that whatever is launched behind it may write what it reads, DONE that it is over; both by how many steps
-// were taken (TOOK), since a take that begins beside a post may end before it. A take begins as soon as all before the post is
-// over: it asks for what it needs meanwhile, and writes nothing that the post reads.
+// READ says that the step's kernels are over, and that whatever is launched behind may write what this reads; DONE that it is
+// over. Both go by how many steps were taken (TOOK), since a take that begins beside a post may end before it. A take begins as
+// soon as this does: it asks for what it needs meanwhile, and writes what others read when READ says so.
+//
+// `early`: between the take of the step and this is a kernel that has waited for the take. What the take has left is asked for
+// then while the last of those kernels runs.
 extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args) {
   u64* words = args.state;
-  await_launch();
+  if (!args.early) await_launch();
   begin_next();
-  Tally counted(args);
-  if (args.living && __syncthreads_or(lacks_sums(args))) {
-    if (threadIdx.x == 0) note_end(words, LOST);
-    __syncthreads();
-  }
   const u64 took = word(words, TOOK);
   __shared__ u64 seen;  // once for all threads: another block may end the pass meanwhile
   __shared__ u64 taken;  // likewise: when this thread has counted what is read, a take may write it
@@ -294,7 +296,18 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   u8* answers = (u8*)words[ANSWERS];
   __syncthreads();
   const u32 count = (u32)taken;
-  const u64 ended = seen, steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
+  const u64 steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
+  if (args.early) await_launch();
+  if (blockIdx.x == 0 && threadIdx.x == 0) atomicMax(words + READ, over_at(took));
+  Tally counted(args);
+  if (args.living && __syncthreads_or(lacks_sums(args))) {
+    if (threadIdx.x == 0) {
+      note_end(words, LOST);
+      seen = word(words, ENDED);
+    }
+    __syncthreads();
+  }
+  const u64 ended = seen;
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   if (blockIdx.x == 0) counted.store(args);
   if (ended == MISFIT) {

@@ -14,6 +14,7 @@ from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.experts.activation import Activation
 from moeserve.experts.kernels.cuda.panels import map_of
 from moeserve.experts.kernels.cuda.steps import (
+    EXTENT,
     NO_NUMBERS,
     NUMBERS,
     OUTS,
@@ -36,6 +37,7 @@ ARGUMENTS = Arguments(
     tiles="int*",  # as `rows.cu` lists them
     n="int",  # columns of the output
     k_blocks="int",  # blocks of 128 of K
+    **EXTENT,
     **NUMBERS,
 )
 
@@ -121,7 +123,9 @@ class PrefillStep(Groups):
             "k_blocks": -(-x.codes.shape[1] // DEPTH),
             **numbers,
         }
-        self.launch(_function(form), BLOCK, arguments, form.tiles_across(n, BLOCK_WEIGHTS))
+        self.launch(
+            _function(form), BLOCK, arguments, (form.tiles_across(n, BLOCK_WEIGHTS), x.codes.shape[1])
+        )
 
 
 @cache

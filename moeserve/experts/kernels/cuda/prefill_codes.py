@@ -17,6 +17,7 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.kernels.cuda import rounded, steps
 from moeserve.experts.kernels.cuda.steps import (
+    EXTENT,
     NO_NUMBERS,
     NUMBERS,
     OUTS,
@@ -40,6 +41,7 @@ ARGUMENTS = Arguments(
     tiles="const int*",  # as `rows.cu` lists them
     n="int",  # columns of the output
     k_blocks="int",  # blocks of 128 of K
+    **EXTENT,
     **NUMBERS,
 )
 
@@ -251,7 +253,7 @@ class CodesStep(Groups):
             **numbers,
         }
         block = Block(THREADS, plan.shared)
-        self.launch(_function(form), block, arguments, form.tiles_across(n))
+        self.launch(_function(form), block, arguments, (form.tiles_across(n), values.shape[1]))
 
 
 def source(plan: CodesPlan) -> str:

@@ -15,6 +15,7 @@ from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.experts.activation import Activation
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
 from moeserve.experts.kernels.cuda.steps import (
+    EXTENT,
     NO_NUMBERS,
     NUMBERS,
     OUTS,
@@ -35,6 +36,7 @@ ARGUMENTS = Arguments(
     tiles="int*",  # as `rows.cu` lists them
     n="int",  # columns of the output
     k_blocks="int",  # blocks of 64 of K
+    **EXTENT,
     **NUMBERS,
 )
 
@@ -105,7 +107,7 @@ class WidePrefillStep(Groups):
             "k_blocks": -(-x.shape[1] // DEPTH),
             **numbers,
         }
-        self.launch(_function(form, width.rows), width.block, arguments, form.tiles_across(n))
+        self.launch(_function(form, width.rows), width.block, arguments, (form.tiles_across(n), x.shape[1]))
 
 
 @cache

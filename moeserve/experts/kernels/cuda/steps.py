@@ -16,7 +16,7 @@ from moeserve.device.nvrtc import Function, LaunchError, Program
 from moeserve.device.residency import held
 from moeserve.device.source import Part
 from moeserve.device.source import source as _text
-from moeserve.device.streams import SHORT, spared, track
+from moeserve.device.streams import MAIN, spared, track
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 
@@ -29,6 +29,12 @@ CLUSTER = 2
 """Blocks that share rows, each with rows of the weights of its own."""
 
 ROWS_THREADS = 512
+
+PIECE_COLUMNS = 14336
+"""Columns of K that a cluster goes through, of whole tiles, in one launch beside the short track."""
+
+EXTENT = {"first": "int", "last": "int"}
+"""The tiles that a launch of a grouped GEMM is for: from the first to before the last."""
 
 SHARED = ("hopper.cu", "epilogue.cu")
 """Texts that stand before those of every kernel."""
@@ -121,23 +127,31 @@ class Groups(ABC):
         function.launch(self.limit, ROWS_THREADS, given, overlapped=True)
         return grouped
 
-    def launch(self, function: Function, block: Block, given: Mapping[str, Argument], across: int) -> None:
-        """Runs a GEMM of `across` tiles a group, on as many clusters as run at once, less those that are
-        spared.
+    def launch(
+        self, function: Function, block: Block, given: Mapping[str, Argument], extent: tuple[int, int]
+    ) -> None:
+        """Runs a GEMM on as many clusters as run at once, less those that are spared. extent: tiles of a
+        group, and columns of K.
 
-        None waits for another: more would be right too, but take a second round.
+        None waits for another: more would be right too, but take a second round. Beside the short track it is
+        several launches, each of whole rounds: between two of them kernels of that track find places.
         """
+        across, columns = extent
         resident = max(1, resident_clusters(function, block) - spared())
-        clusters = min(resident, self.limit * across)
-        function.launch(
-            clusters * CLUSTER,
-            block.threads,
-            given,
-            shared=block.shared_bytes,
-            cluster=CLUSTER,
-            # on MAIN it would wait on what is spared; on SHORT it has its places before MAIN's next kernel
-            overlapped=block.waits and (track() == SHORT or not spared()),
-        )
+        most = self.limit * across
+        clusters = min(resident, most)
+        apart = track() == MAIN and spared() > 0
+        tiles = clusters * max(1, PIECE_COLUMNS // columns) if apart else most
+        for first in range(0, most, tiles):
+            function.launch(
+                clusters * CLUSTER,
+                block.threads,
+                {**given, "first": first, "last": first + tiles},
+                shared=block.shared_bytes,
+                cluster=CLUSTER,
+                # on MAIN it would wait on what is spared; on SHORT it has its places before MAIN's next one
+                overlapped=block.waits and not apart,
+            )
 
 
 class Block(NamedTuple):

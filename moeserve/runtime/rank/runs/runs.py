@@ -316,6 +316,6 @@ class PassRuns:
             early = before not in (None, stage)  # its rows may be there while the other's answer is posted
             kernels.take(stage, layer, given, room.valid, early=early, lone=key.beside)
             last, living = at + 1 == len(key.steps), rank.living(layer, key.rows)
-            post = partial(kernels.post, stage, living=living, last=last)
+            post = partial(kernels.post, stage, living=living, early=True, last=last)
             rank.record(layer, room, lane_rows, then=post, number=number)
             before = stage

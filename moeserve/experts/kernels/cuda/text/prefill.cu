@@ -99,10 +99,10 @@ DEVICE Work work_of(const Task& t, int tile, int across) {
 
 // x_scale [groups, K / 128, 128]: row i of a group, not of x.
 DEVICE void produce(u32 base, u32 rank, const Task& t) {
-  const int across = tiles_across(t), total = t.tiles[0] * across, rows = weight_rows(t);
+  const int across = tiles_across(t), total = min(t.tiles[0] * across, t.last), rows = weight_rows(t);
   const int blocks = (rows + 127) / 128;
   u32 step = 0, count = 0, begun = 0;
-  int tile = blockIdx.x / CLUSTER;
+  int tile = t.first + blockIdx.x / CLUSTER;
 #if !FUSED
   // the weights are there, and so is the list, which the launch before waited for
   if (tile < total) {

@@ -65,17 +65,17 @@ DEVICE void copy_weights(u32 base, int s, const Task& t, int slot, int column, i
 }
 
 DEVICE void produce(u32 base, u32 rank, const Task& t) {
-  const int across = tiles_across(t), total = t.tiles[0] * across;
+  const int across = tiles_across(t), total = min(t.tiles[0] * across, t.last);
   u32 step = 0, count = 0, begun = 0;
 #if !FUSED
   // the weights are there, and so is the list, which the launch before waited for
-  if (const int tile = blockIdx.x / CLUSTER; tile < total) {
+  if (const int tile = t.first + blockIdx.x / CLUSTER; tile < total) {
     const int slot = t.tiles[4 + tile / across * 4], column = first_column(tile % across, rank);
     for (begun = 0; begun < min(STAGES, t.k_blocks); ++begun) copy_weights(base, begun, t, slot, column, begun);
   }
   grid_wait();
 #endif
-  for (int tile = blockIdx.x / CLUSTER; tile < total; ++count) {
+  for (int tile = t.first + blockIdx.x / CLUSTER; tile < total; ++count) {
     int following = 0;
     if (rank == 0) following = gridDim.x / CLUSTER + atomicAdd(t.tiles + (FUSED ? 1 : 2), 1);
     const int4 group = ((const int4*)(t.tiles + 4))[tile / across];

@@ -17,9 +17,9 @@ DEVICE void copy_weights(u32 to, const Task& t, u64 step, int steps, u32 full) {
 }
 
 DEVICE void produce_weights(u32 base, u32 rank, const Task& t) {
-  const int across = tiles_across(t), total = t.tiles[0] * across;
+  const int across = tiles_across(t), total = min(t.tiles[0] * across, t.last);
   Turn<W_STAGES> ws;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
+  for (int tile = t.first + blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
     const int slot = t.tiles[4 + tile / across * 4], block = (tile % across * CLUSTER + (int)rank) * (OWN / 64);
     const u64 first = first_step(t, slot, block), second = first_step(t, slot, block + (FUSED ? t.n / 64 : 1));
     for (int kb = 0; kb < t.k_blocks; kb += W_STEPS, ws.next()) {
@@ -34,9 +34,9 @@ DEVICE void produce_weights(u32 base, u32 rank, const Task& t) {
 }
 
 DEVICE void produce_rows(u32 base, u32 rank, const TensorMap* x, const Task& t) {
-  const int across = tiles_across(t), total = t.tiles[0] * across;
+  const int across = tiles_across(t), total = min(t.tiles[0] * across, t.last);
   Turn<X_STAGES> xs;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
+  for (int tile = t.first + blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
     const int4 group = ((const int4*)(t.tiles + 4))[tile / across];
     const int boxes = boxes_of(group.z);
     for (int step = 0; step < t.k_blocks * X_STEPS; ++step, xs.next()) {
@@ -51,9 +51,9 @@ DEVICE void produce_rows(u32 base, u32 rank, const TensorMap* x, const Task& t) 
 
 #if EIGHT
 DEVICE void produce_scales(u32 base, const Task& t) {
-  const int across = tiles_across(t), total = t.tiles[0] * across;
+  const int across = tiles_across(t), total = min(t.tiles[0] * across, t.last);
   Turn<X_STAGES> xs;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
+  for (int tile = t.first + blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
     const float* scale = t.x_scale + (u64)(tile / across) * t.k_blocks * MOST;
     const u32 bytes = (t.tiles[4 + tile / across * 4 + 2] + 3) / 4 * 16;
     for (int kb = 0; kb < t.k_blocks; ++kb, scale += MOST, xs.next()) {
@@ -71,9 +71,9 @@ DEVICE float unit_of(float scale) { return scale < 1e-20f ? 1e-20f : scale; }
 // With each first half of a step of 128 but a tile's first, what brings sums in units of the scale before to those of
 // this one. By one warp.
 DEVICE void produce_ratios(u32 base, const Task& t, int lane) {
-  const int across = tiles_across(t), total = t.tiles[0] * across;
+  const int across = tiles_across(t), total = min(t.tiles[0] * across, t.last);
   Turn<X_STAGES> xs;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
+  for (int tile = t.first + blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
     const float* scale = t.x_scale + (u64)(tile / across) * t.k_blocks * MOST;
     const int rows = t.tiles[4 + tile / across * 4 + 2];
     for (int step = 0; step < t.k_blocks * X_STEPS; ++step, xs.next()) {

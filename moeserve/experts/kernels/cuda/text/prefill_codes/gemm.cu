@@ -1,11 +1,11 @@
 // The kernel: a cluster's tiles one after the other, and how a block begins.
 
 DEVICE void consume(const Place& p, const Task& t) {
-  const int across = tiles_across(t), total = t.tiles[0] * across;
+  const int across = tiles_across(t), total = min(t.tiles[0] * across, t.last);
   Turn<X_STAGES> xs;
   Turn<W_STAGES> ws;
   int turn = 0;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++turn) {
+  for (int tile = t.first + blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++turn) {
     int4 group = ((const int4*)(t.tiles + 4))[tile / across];
     group.w = tile / across;
     const int column = tile % across * COLUMNS + (int)p.rank * OWN;

@@ -61,7 +61,7 @@ struct Task {
   const float* bias;
   void* out;
   float* out_scale;
-  int n, k_blocks;
+  int n, k_blocks, first, last;
   float limit, alpha, beta;
 
   DEVICE explicit Task(const CodesArguments& args)
@@ -75,6 +75,8 @@ struct Task {
         out_scale(args.out_scale),
         n(args.n),
         k_blocks(args.k_blocks),
+        first(args.first),
+        last(args.last),
         limit(args.limit),
         alpha(args.alpha),
         beta(args.beta) {}
