@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 
@@ -325,6 +326,50 @@ def test_a_caller_that_rests_is_not_waited_for(caller: Caller) -> None:
     run, _ = caller.begun[-1]
     assert (run.rows, run.least, run.again) == (2, 0, True)
     assert not caller.look(), "it has rested: its next rows are waited for first"
+
+
+def test_a_look_as_a_run_ends_leaves_nothing(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward pass took longer than what waits behind it may wait for its own rows."""
+    caller.ahead = 0.05
+    caller.__post_init__()
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
+    first = caller.steady()
+    assert caller.look() and len(caller.begun) == 4
+    time.sleep(2 * caller.ahead)
+    ended, looks = mail_pass.MailPass.ran, list[threading.Thread]()
+
+    def ran(run: mail_pass.MailPass, *, misfit: bool) -> None:
+        ended(run, misfit=misfit)
+        looks.append(threading.Thread(target=caller.lane.look, args=(time.monotonic(),)))
+        looks[0].start()
+        time.sleep(0.2)  # as where the other thread has taken the interpreter
+
+    monkeypatch.setattr(mail_pass.MailPass, "ran", ran)
+    caller.lane.ran(Told(0, (first, 0), 2), 1)
+    looks[0].join(10)
+    assert not looks[0].is_alive() and not caller.aborted
+
+
+def test_a_forward_pass_that_was_left_goes_on_step_by_step(caller: Caller) -> None:
+    """To record its rest would take longer; one that has a graph is launched whole."""
+    caller.standing([3, 5, 3], flags=m.ANY_WEIGHTS)
+    caller.graphs = False
+    for first in (0, 3):
+        caller.bring(0, first)
+        assert caller.look() and caller.begun[-1][0].steps == ((3, 0), (5, 0), (3, 0))
+        caller.lane.company = lambda: Company.CALLS
+        caller.lane.yield_steps()
+        caller.lane.ran(Told(MISFIT, (first + 1, 0), 1), 1)
+        caller.lane.company = lambda: Company.NONE
+        for step, layer in ((first + 1, 5), (first + 2, 3)):
+            caller.bring(0, step)
+            assert caller.look() and caller.begun[-1][0].steps[0] == (layer, 0)
+            if caller.graphs:
+                assert caller.begun[-1][0].steps == ((5, 0), (3, 0))
+                return
+            assert len(caller.begun[-1][0].steps) == 1
+            caller.lane.ran(Told(0, (step + 1, 0), 1), 1)
+        caller.graphs = True
 
 
 def test_a_first_step_of_other_rows_is_launched_anew_for_as_many(caller: Caller) -> None:

@@ -225,6 +225,7 @@ class MailLane(PassLane):
         run.slow = run.slow and not run.resting
         early: dict[int, int] | None = None
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
+        together &= not run.cut or self._runs.recorded(made)
         if together and alone and not run.slow and self._runs.leads(made):
             run.waits, self._padded = True, rows
             if len(there) < len(run.sent):
@@ -330,8 +331,8 @@ class MailLane(PassLane):
             run = self._pass
             assert run is not None
             self._glances.again = True
+            run.since = run.waited = now = time.monotonic()  # before the counts: a look may come in between
             run.ran(misfit=told.ended == MISFIT)
-            run.since = run.waited = now = time.monotonic()  # before the count: a look may come in between
             run.answered = now if told.answered else run.answered
             self.counts.steps += told.answered
             run.version = run.version or version

@@ -180,10 +180,22 @@ class MailPass:
         """Of the last run under way that does not wait in its turn; 0: there is none."""
         return max((one.turn for one in self.under_way if not one.waits_in_turn), default=0)
 
+    @property
+    def _deep(self) -> int:
+        """Layers of a run at most."""
+        return max(1, AHEAD_STEPS // len(self.sent))
+
+    @property
+    def cut(self) -> bool:
+        """Whether its next step is one with which no run of a whole forward pass begins: one was left within
+        it. To record what is left takes longer than to launch that step by step.
+        """
+        return self.sent[0] % len(self.said.layers) % self._deep != 0
+
     def ahead(self) -> tuple[tuple[int, int], ...]:
         """The steps that are left of this forward pass, layer by layer; a long one has several runs."""
         layers, at = self.said.layers, self.sent[0] % len(self.said.layers)
-        last = at + max(1, AHEAD_STEPS // len(self.sent))
+        last = at + self._deep
         return tuple((layer, stage) for layer in layers[at:last] for stage in range(len(self.sent)))
 
 
