@@ -38,6 +38,7 @@ from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import reached_at
+from moeserve.runtime.launch.ending import end_at_last
 from moeserve.runtime.launch.environment import (
     group_backend,
     machine_for,
@@ -138,6 +139,7 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
     except StreamClosed as closed:
         log.warning("rank %d: the coordinator is gone: %s", spec.rank, closed)
     finally:
+        end_at_last(f"rank {spec.rank}")
         process.close()
 
 
