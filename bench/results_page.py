@@ -169,6 +169,8 @@ VIEWS = (
             "passes",
             "middle pass",
             "longest pass",
+            "which",
+            "long passes",
             "streams of the caller",
         ),
     ),

@@ -35,6 +35,7 @@ EQUAL = -1.0  # attention takes as long as a stage's experts
 ATTENTION = (0.0, 100.0, 300.0, EQUAL)  # microseconds
 AIMS = {2: 1.15, 3: 1.05}  # of a layer, over what its stages take
 STEADY = 5.0  # seconds
+LONG = 1.5  # of the pass in the middle
 ESTIMATED, ANNOUNCED = 8, 50  # passes: to see how long one takes; that are announced one by one
 
 
@@ -187,12 +188,20 @@ class Known(NamedTuple):
 
 class Took(NamedTuple):
     """Microseconds of a layer: over all passes that were launched, by the host's clock; of the pass in the
-    middle, and of the longest one, by the device's.
+    middle, and of the longest one, by the device's; which that was, and how many took half as long again as
+    the one in the middle.
     """
 
     layer: float
-    middle: float
-    longest: float
+    middle: float = 0.0
+    longest: float = 0.0
+    at: int = 0
+    long: int = 0
+
+    def told(self) -> dict[str, float]:
+        """As the record has it."""
+        longest = {"longest pass": self.longest, "which": self.at, "long passes": self.long}
+        return {"middle pass": self.middle} | longest
 
 
 def wall(
@@ -211,7 +220,8 @@ def wall(
     torch.cuda.synchronize(device)
     layer = (time.perf_counter() - started) * 1e6 / passes / LOOP
     each = [first.elapsed_time(then) * 1e3 / LOOP for first, then in pairwise(marks)] or [layer]
-    return Took(layer, float(np.median(each)), max(each))
+    middle = float(np.median(each))
+    return Took(layer, middle, max(each), each.index(max(each)), sum(one > LONG * middle for one in each))
 
 
 class Loop:
@@ -272,14 +282,14 @@ class Loop:
                 launch()
 
             passes = self._passes(launch, left)
-            took = wall(launch, passes, HOME, stream) if passes else Took(0.0, 0.0, 0.0)
+            took = wall(launch, passes, HOME, stream) if passes else Took(0.0)
             each = wall(announced, min(ANNOUNCED, passes), HOME).layer if passes else 0.0
             of.rewind()
             launch()
             way.check()
         self._compare(case, caller.answers, known, (0, 0))
         way.close()
-        more = {"middle pass": took.middle, "longest pass": took.longest, "announced each": each}
+        more = took.told() | {"announced each": each}
         return self._told(case, attention, known, took.layer, passes, more)
 
     def _attention(self, case: Case, known: Known) -> float:
