@@ -243,6 +243,35 @@ def test_an_owner_of_rows_in_host_memory_launches_likewise(
     assert launches == [*before, ("mail_take", takers), ("mail_post", posters)]
 
 
+def test_blocks_of_an_early_take_go_by_what_they_are_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that finds a place when the first is over would read that the take itself has been counted."""
+    launches = dict[str, list[Argument]]()
+
+    class Noted(Packed):
+        def bound(self, given: Mapping[str, Argument]) -> Noted:
+            return self
+
+        def launch(
+            self, grid: int, block: int, given: Mapping[str, Argument], *, overlapped: bool = False
+        ) -> None:
+            launches.setdefault(self._name, []).append(given["early"])
+
+    monkeypatch.setattr(Program, "function", lambda program, name, arguments: Noted(name, arguments, []))
+    monkeypatch.setattr(kernels, "overlaps", lambda device: True)
+    made = MailLayout(64, 2, 7168, 256, 8, torch.bfloat16)
+    owner = kernels.OwnerKernels(made, kernels.words(torch.device("cpu")))
+    for rows in (4, 64):
+        hidden = torch.zeros(rows, 7168, dtype=torch.bfloat16)
+        given = kernels.Given(hidden, torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, 8))
+        owner.take(1, 3, given, torch.zeros(rows, dtype=torch.bool), early=3)
+        owner.take(1, 3, given, torch.zeros(rows, dtype=torch.bool))
+    assert launches == {"mail_take": [3, 0, 3, 0], "mail_await": [3, 0]}
+    owner_text = (files("moeserve.dispatch.mail") / "text" / "owner.cu").read_text()
+    taken = owner_text[owner_text.index("void mail_take(") : owner_text.index("bool lacks_sums(")]
+    assert taken.count("word(words, TOOK)") == taken.count("took = behind ? behind : word(words, TOOK);") == 1
+    assert "TOOK" not in owner_text[owner_text.index("void mail_await(") :]
+
+
 def test_all_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_nvrtc()
     from moeserve.device import nvrtc

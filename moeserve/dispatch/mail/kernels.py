@@ -219,25 +219,26 @@ class OwnerKernels:
         room: Given,
         valid: Tensor,
         *,
-        early: bool = False,
+        early: int = 0,
         lone: bool = False,
     ) -> None:
         """Waits on the device for the rows of the stage's next step, and stores them in `room`; `valid` bool
         `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
 
-        early: what was launched right before is a `post` of another stage, beside which this may begin. lone:
-        one block alone waits, however few there are: others want the multiprocessors meanwhile.
+        early: what was launched right before is a `post` of another stage, beside which this may begin; as
+        many steps as the run has before this one. lone: one block alone waits, however few there are: others
+        want the multiprocessors meanwhile.
         """
         layout, padded = self._layout, room.hidden.shape[0]
         logits = 0 if room.weights is not None else room.route.shape[1] // 4
         rows, blocks = _rows(layout, (stage, layer), room), layout.readers_of(padded, logits)
-        awaited, early = lone or blocks > FEW_BLOCKS, early and self._overlaps
+        awaited, early = lone or blocks > FEW_BLOCKS, early if self._overlaps else 0
         if awaited:
-            given = {"lines_at": rows["lines_at"], "stage": stage, "early": int(early)}
+            given = {"lines_at": rows["lines_at"], "stage": stage, "early": early}
             self._await.launch(1, MOST_BLOCKS, given, overlapped=self._overlaps)
         more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
         more["buffers"], _ = layout.answer_buffers
-        begins = {"awaited": int(awaited), "early": int(early)}
+        begins = {"awaited": int(awaited), "early": early}
         self._take.launch(blocks, THREADS, rows | more | {"valid": valid} | begins, overlapped=self._overlaps)
 
     def post(

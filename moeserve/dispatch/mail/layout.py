@@ -50,7 +50,7 @@ class Word(IntEnum):
     VERSION = 9  # of a state: of the weights
     AGREED = 10  # of a state: rows of the step that several blocks took last, and 1; above them which it is
     LEAST = 11  # of a state: how few rows the next step may have, of a run that was launched before they came
-    TOOK = 12  # of a state: steps that were taken
+    TOOK = 12  # of a state: steps of the run that were taken
     READ = 13  # of a state: twice those of them that were read to be posted; one less: its kernels are over
     DONE = 14  # of a state: those of them that were posted
     OWN = 15  # address of a lane's own state, to which a run that has ended brings its words back

@@ -107,10 +107,14 @@ DEVICE bool await_filled(const Line* header, long rows, u64* words, u64 behind) 
 // Where it follows a post of another stage (`early`) it begins beside that, and perhaps beside the kernel before: it looks for
 // its rows and asks for them meanwhile. The room is written once the step before is over. What the post reads or writes itself
 // (TAKEN, ENDED) waits until the post has read all that it gives: the kernels behind this one run while it is on its way.
+//
+// `early` is how many steps of the run were taken before. A block may find a place only when the first one, which counts this
+// step in TOOK, is over: what all blocks go by is not read from there.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   if (!args.early || args.awaited) await_launch();
-  const u64 least = word(words, LEAST), took = word(words, TOOK), number = words[NUMBER], behind = args.early ? took : 0;
+  const u64 least = word(words, LEAST), number = words[NUMBER], behind = args.early;
+  const u64 took = behind ? behind : word(words, TOOK);
   const u8* box = (const u8*)words[MAILBOX];
   const Line* lines = (const Line*)(box + args.lines_at);
   if (!args.awaited && !args.host) {  // rows are likely there
@@ -354,6 +358,7 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
   if (threadIdx.x == MIRROR) value = args.host;
   else if (threadIdx.x == LEAST && (args.least || args.again)) value = args.least;
   else if (threadIdx.x == ENDED && args.again) value = 0;
+  else if (threadIdx.x == TOOK || threadIdx.x == READ || threadIdx.x == DONE) value = 0;  // of this run
   args.to[threadIdx.x] = value;
 }
 
@@ -365,7 +370,7 @@ extern "C" __global__ void mail_words(const __grid_constant__ WordsArguments arg
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   if (!args.early) await_launch();
-  const u64 number = words[NUMBER], behind = args.early && args.box == MAILBOX ? word(words, TOOK) : 0;
+  const u64 number = words[NUMBER], behind = args.box == MAILBOX ? args.early : 0;
   const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
   __shared__ int blocks;
   __shared__ Next next;

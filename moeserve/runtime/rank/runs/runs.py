@@ -313,7 +313,7 @@ class PassRuns:
         before: int | None = None
         numbered = zip(key.steps, numbers or [0] * len(key.steps), strict=True)
         for at, ((layer, stage), number) in enumerate(numbered):
-            early = before not in (None, stage)  # its rows may be there while the other's answer is posted
+            early = 0 if before in (None, stage) else at  # its rows may be there while the other is posted
             kernels.take(stage, layer, given, room.valid, early=early, lone=key.beside)
             last, living = at + 1 == len(key.steps), rank.living(layer, key.rows)
             post = partial(kernels.post, stage, living=living, early=True, last=last)
