@@ -55,9 +55,11 @@ class Stages:
         """
         fits = [at for at in free if layers[self._recorded[at] % len(layers)] == layer]
         on, now = self._recorded_on, self._current()
+        own = [at for at in fits if _same(on.get(at), now)]
+        others = [at for at in fits if at not in on] + [at for at in on if at in fits]
         stage = min(
-            fits,
-            key=lambda at: (on.get(at) != now, at in on, self._recorded[at] % len(layers) == 0),
+            own or others,  # of the others the one that was called longest ago is the first
+            key=lambda at: (at in on, self._recorded[at] % len(layers) == 0),
             default=None,
         )
         if stage is not None:
@@ -68,6 +70,7 @@ class Stages:
         """A call of the stage is launched on the current stream now, behind the one before on another."""
         now = self._current()
         if capturing:
+            self._recorded_on.pop(stage, None)
             self._recorded_on[stage] = now
             return
         before = self._streams.get(stage)
@@ -81,6 +84,11 @@ class Stages:
         now = self._current()
         return min(
             fits,
-            key=lambda at: (self._streams.get(at) != now, self._sent[at] % len(layers) == 0),
+            key=lambda at: (not _same(self._streams.get(at), now), self._sent[at] % len(layers) == 0),
             default=None,
         )
+
+
+def _same(before: torch.cuda.Stream | None, now: torch.cuda.Stream) -> bool:
+    """Whether a stage was called on this stream last. PyTorch finds no stream unequal to None."""
+    return before is not None and before == now

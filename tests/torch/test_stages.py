@@ -19,6 +19,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.waited.append(other)
 
+    def __ne__(self, other: object) -> bool:  # PyTorch's has it so, also as `None != stream`
+        return other is not None and self is not other
+
 
 class Caller:
     """Calls stages on the stream that is current, and waits for each answer at once."""
@@ -80,8 +83,17 @@ def test_in_a_graph_two_streams_have_a_stage_each_also_of_one_layer() -> None:
     caller, first, second = Caller(2, (3,)), Stream(), Stream()
     assert [caller.record(3, stream) for stream in (first, second, first, second)] == [0, 1, 0, 1]
     assert caller.record(4, first) is None
+    third, fourth = Stream(), Stream()
+    assert [caller.record(3, stream) for stream in (third, fourth)] == [0, 1], "another graph"
     caller.stages.recorded()
     assert [caller.record(3, first) for _ in range(3)] == [0, 0, 0]
+
+
+def test_a_stage_that_was_never_called_is_on_no_stream() -> None:
+    caller, first, second = Caller(2, (0, 1, 0)), Stream(), Stream()
+    assert [caller.record(layer, first) for layer in (0, 1, 0) * 2] == [0] * 6
+    assert [caller.call(layer, first) for layer in (0, 1, 0)] == [0] * 3
+    assert [caller.call(layer, second) for layer in (0, 1, 0)] == [0] * 3
 
 
 def test_calls_of_a_stage_follow_one_another_from_stream_to_stream() -> None:
