@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 from mail_callers import AHEAD, PATIENCE, Caller
@@ -370,6 +371,62 @@ def test_a_forward_pass_that_was_left_goes_on_step_by_step(caller: Caller) -> No
             assert len(caller.begun[-1][0].steps) == 1
             caller.lane.ran(Told(0, (step + 1, 0), 1), 1)
         caller.graphs = True
+
+
+@pytest.mark.parametrize("standing", [True, False])
+def test_stages_that_come_apart_have_the_next_forward_pass_launched_whole(
+    caller: Caller, standing: bool
+) -> None:
+    """Also where those of no step came together, as long as its attention is: nothing has a graph yet."""
+    caller.graphs, layers = False, [3, 5, 3]
+    flags = m.ANY_WEIGHTS | (m.STANDING if standing else 0)
+    caller.announce(layers, 2, flags)
+    for step, stage in product(range(len(layers)), range(2)):
+        caller.bring(stage, step)
+        assert caller.look(2 * COMPANY_SECONDS) and len(caller.begun[-1][0].steps) == 1
+        caller.lane.ran(Told(0, (step + 1, step + stage), 1), 1)
+    if not standing:
+        caller.announce(layers, 2, flags)
+    caller.bring(0, len(layers) if standing else 0)
+    assert caller.look() and len(caller.begun[-1][0].steps) == 2 * len(layers)
+
+
+def test_stages_that_are_used_one_after_the_other_are_not_waited_for(caller: Caller) -> None:
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+    for stage, step in product(range(2), range(2)):
+        caller.bring(stage, step)
+        assert caller.look(2 * COMPANY_SECONDS)
+        caller.lane.ran(Told(0, (step + 1 if not stage else 2, step + 1 if stage else 0), 1), 1)
+    caller.bring(0, 2)
+    assert caller.look(2 * COMPANY_SECONDS) and len(caller.begun[-1][0].steps) == 1
+
+
+def test_what_comes_step_by_step_does_not_wait_for_other_stages(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail_lane, "COMPANY_SECONDS", 5.0)  # a test may be slow
+    caller.graphs = False
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+    for stage in range(2):
+        caller.bring(stage, 0)
+    assert caller.look()
+    caller.lane.company = lambda: Company.CALLS
+    caller.lane.yield_steps()
+    caller.lane.ran(Told(MISFIT, (1, 1), 2), 1)
+    caller.lane.company = lambda: Company.NONE
+    caller.bring(0, 1)
+    assert caller.look() and caller.begun[-1][0].steps == ((5, 0),)
+
+
+def test_a_forward_pass_that_is_never_recorded_whole_is_launched_in_parts(caller: Caller) -> None:
+    """Of each the first steps alone are launched; the last one has a graph."""
+    caller.graphs, caller.most_steps = False, 2
+    caller.standing([3, 5, 3, 5], flags=m.ANY_WEIGHTS)
+    caller.bring(0, 0)
+    assert caller.look() and len(caller.begun[-1][0].steps) == 4
+    caller.lane.ran(Told(0, (2, 0), 2), 1)
+    caller.bring(0, 2)
+    assert caller.look() and caller.begun[-1][0].steps == ((3, 0), (5, 0))
 
 
 def test_a_first_step_of_other_rows_is_launched_anew_for_as_many(caller: Caller) -> None:

@@ -201,7 +201,8 @@ class MailLane(PassLane):
                 return self._begins(run, made, now, {stage: run.sent[stage]}, in_turn=True)
             run.look_for_late(now, self._terms.patience)
             return None
-        few = alone and run.alike and len(there) < len(run.sent)
+        within = run.cut and run.whole <= self._runs.most_steps  # a longer one has no graph to go on with
+        few = alone and run.alike and not within and len(there) < len(run.sent)
         if few and not foreseen and now - run.since < COMPANY_SECONDS:
             return None
         fence()
@@ -225,8 +226,8 @@ class MailLane(PassLane):
         run.slow = run.slow and not run.resting
         early: dict[int, int] | None = None
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
-        together &= not run.cut or self._runs.recorded(made)
-        if together and alone and not run.slow and self._runs.leads(made):
+        together = together and alone and not run.slow and (not within or self._runs.recorded(made))
+        if together and self._runs.leads(made):
             run.waits, self._padded = True, rows
             if len(there) < len(run.sent):
                 early = dict(enumerate(run.sent))
@@ -257,6 +258,8 @@ class MailLane(PassLane):
         for _, stage in made.steps:
             run.sent[stage] += 1
         run.begun, run.again, run.since = True, False, now
+        if len(made.steps) == 1 and run.alike and run.cut:  # its stages go on together: so may the next pass
+            self._padded = self._rows_of(run, max(self._header(stage)[0] for stage in range(len(run.sent))))
         turn = self.turns.launched(self, short=made.short)
         run.under_way.append(UnderWay(turn, early, in_turn, made.beside))
         return made

@@ -186,6 +186,11 @@ class MailPass:
         return max(1, AHEAD_STEPS // len(self.sent))
 
     @property
+    def whole(self) -> int:
+        """Steps of a run with which a forward pass begins."""
+        return min(len(self.said.layers), self._deep) * len(self.sent)
+
+    @property
     def cut(self) -> bool:
         """Whether its next step is one with which no run of a whole forward pass begins: one was left within
         it. To record what is left takes longer than to launch that step by step.
