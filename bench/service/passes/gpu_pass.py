@@ -11,7 +11,7 @@ all of them where none is named:
               steps in process, as one graph on the owner's GPU; `prototype`, rows there and back by two
               graphs with flags and nothing else: no experts, no routes, no checks
     loop      a decode loop of 58 steps with other routes each pass: wall clock of passes one after another,
-              attention by a kernel that fills the GPU and reads its memory, in one, two and three stages;
+              attention by a kernel on all multiprocessors that reads memory, in one, two and three stages;
               beside it `bound`: stages times the longer of attention and experts. Of several stages each has
               a stream for its rows and answers, beside that of attention; with --one-stream all are on one
     callers   a step of 4 rows while another caller has steps of 512; needs two GPUs. Its rows choose experts
