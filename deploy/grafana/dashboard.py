@@ -272,6 +272,7 @@ def balance() -> list[Panel]:
             "Drop of largest over mean load of a rank, mean over layers: as planned, and by the load since.",
             Query(metric("moe_balance_expected_gain"), "expected"),
             Query(metric("moe_balance_real_gain"), "real"),
+            signed=True,
         ),
     ]
 

@@ -84,12 +84,14 @@ def panel(kind: str, title: str, about: str, queries: tuple[Query, ...]) -> Pane
     }
 
 
-def lines(title: str, unit: str, about: str, *queries: Query, stacked: str = "none") -> Panel:
-    """Series over time; `stacked` is none, normal or percent."""
+def lines(
+    title: str, unit: str, about: str, *queries: Query, stacked: str = "none", signed: bool = False
+) -> Panel:
+    """Series over time, from 0 on unless they are `signed`; `stacked` is none, normal or percent."""
     made = panel("timeseries", title, about, queries)
     made["fieldConfig"]["defaults"] = {
         "unit": unit,
-        "min": 0,
+        **({} if signed else {"min": 0}),
         "custom": {
             "fillOpacity": 0 if stacked == "none" else 40,
             "showPoints": "never",

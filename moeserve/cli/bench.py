@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("rows", "concurrency", "duration"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be more than 0")
+    if args.seed < 0:
+        raise ValueError(f"--seed={args.seed} must be 0 or more")
     if not args.duration <= LONGEST_SECONDS:
         raise ValueError(f"--duration={args.duration:g} must be {LONGEST_SECONDS:g} seconds or less")
     with client_of(args, lane=args.lane, transport=args.transport) as client:

@@ -128,6 +128,11 @@ def test_a_bench_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--duration=" in said and "must be" in said
 
 
+def test_a_bench_with_a_seed_below_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "127.0.0.1:1", "--seed", "-1"]) == 2
+    assert "--seed=-1 must be 0 or more" in capsys.readouterr().err
+
+
 def test_more_moves_than_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     for moves in ("-1", "99999999999"):
         assert f"--max-moves={moves} must be 0 to" in refused(
@@ -179,7 +184,9 @@ def test_layers_that_are_no_numbers(layers: str, capsys: pytest.CaptureFixture[s
     assert "must be numbers and ranges, such as 0,2-5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("address", ["50051", "localhost:", ":1", "host:http", "host:70000"])
+@pytest.mark.parametrize(
+    "address", ["50051", "localhost:", ":1", "host:http", "host:70000", "::1", "::1:50051"]
+)
 def test_an_address_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["health", address])

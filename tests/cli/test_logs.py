@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
+from ports import free_ports
 
 from moeserve.cli import main
 from moeserve.proto.client import MoeClient
@@ -146,3 +148,24 @@ def test_levels_change_in_every_process_and_in_those_that_start_later(
         )
     again = [line for line in service.lines if line["rank"] == 1 and text in line["message"]]
     assert len(again) == 2, "the rank that started later has the level too"
+
+
+def test_a_rank_that_cannot_start_says_so_in_the_log_alone(tmp_path: Path) -> None:
+    """multiprocessing writes what ends a process to stderr by itself: past format and limits of the log."""
+    make_checkpoint("qwen3_moe", tmp_path)
+    (tmp_path / "service.toml").write_text("[cluster]\nstart_timeout_seconds = 6.0\n")
+    first = free_ports(2)
+    with socket.create_server(("127.0.0.1", first + 1)):  # of rank 0's exporter
+        flags = ["--launcher", "local", "--port", "0", "--metrics-port", str(first), "--device", "cpu"]
+        flags += ["--log-format", "json"]
+        given = [str(tmp_path), str(tmp_path / "service.toml"), *flags]
+        done = subprocess.run(
+            [sys.executable, "-m", "moeserve", "serve", *given],
+            capture_output=True, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+    *lines, last = done.stderr.splitlines()
+    odd = [line for line in lines if not line.startswith("{")]
+    assert not odd, odd[:5]
+    said = [line for line in map(json.loads, lines) if "traceback" in line]
+    assert said and all("Address already in use" in line["message"] for line in said)
+    assert done.returncode == 1 and "Address already in use" in last

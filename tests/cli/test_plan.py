@@ -16,7 +16,7 @@ from moeserve.cli.shown.tables import table
 from moeserve.cli.shown.units import human
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.experts.kernels import KERNELS
-from moeserve.runtime.planning.passes import GRAPH_STEP_BYTES
+from moeserve.runtime.planning.passes import BESIDE_STEP_BYTES, GRAPH_STEP_BYTES
 
 EP4 = ("--data-parallel-size", "4", "--enable-expert-parallel")
 
@@ -343,7 +343,8 @@ def test_what_callers_gpus_may_take_is_bounded_by_keys(
     fewer.write_text("[passes]\nshort_rows = 100\n")
     both = planned([str(fewer), *words], capsys)["passes"]
     assert both["rooms"] * 4096 == taken["rooms"] * (4096 + 128), "short steps have a track of their own"
-    assert taken["pool"] < both["pool"] < 1.5 * taken["pool"] and both["graphs"] == taken["graphs"]
+    assert both["graphs"] == 4096 * BESIDE_STEP_BYTES, "GEMMs beside them are recorded in pieces"
+    assert taken["pool"] < both["pool"] < 1.5 * taken["pool"]
     fewer.write_text("[passes]\nlanes = 0\n")
     assert planned([str(fewer), *words], capsys)["passes"] is None
     assert planned(["--checkpoint", checkpoint, "--device", "cpu"], capsys)["passes"] is None

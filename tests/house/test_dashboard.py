@@ -113,6 +113,11 @@ def test_panels_lie_side_by_side(code: ModuleType) -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
+def test_a_gain_that_is_a_loss_is_seen() -> None:
+    (panel,) = [one for one in PANELS if one["title"] == "Expected and real gain"]
+    assert "min" not in panel["fieldConfig"]["defaults"], "load moves on: the real gain is often below 0"
+
+
 def test_it_names_no_machine() -> None:
     assert not re.search(r"localhost|https?://|\d+\.\d+\.\d+\.\d+|:\d{4}", json.dumps(DASHBOARD))
 

@@ -381,4 +381,7 @@ def _run_rank(spec: RankSpec) -> None:
         ended.set()
 
     threading.Thread(target=wait_for_end, name="launcher", daemon=True).start()
-    run_rank(spec, ended)
+    try:
+        run_rank(spec, ended)
+    except Exception as error:  # which is in the log; multiprocessing would write it once more, past that
+        raise SystemExit(1) from error

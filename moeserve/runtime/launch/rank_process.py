@@ -94,6 +94,9 @@ def run_rank(spec: RankSpec, launcher_ended: threading.Event | None = None) -> N
     _prepare_process(spec)
     try:
         _run_rank(spec, launcher_ended or threading.Event())
+    except Exception as error:
+        log.exception("rank %d ends: %s", spec.rank, error)
+        raise
     finally:
         logs.finish()
 
@@ -120,7 +123,6 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
     try:
         process = _RankProcess(spec, head, keys)
     except Exception as error:
-        log.exception("rank %d cannot start", spec.rank)
         reason = f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"
         stream.send(hello | {"address": "", "refused": reason, "for_good": is_for_good(error)})
         stream.close()

@@ -20,6 +20,9 @@ GRAPH_STEP_BYTES = 128 << 10
 15 launches of 8 KiB each. A test on a GPU compares it with what recording takes there.
 """
 
+BESIDE_STEP_BYTES = 384 << 10
+"""The same of a step beside the short track, whose two GEMMs may be `steps.MOST_PIECES` launches each."""
+
 GROWN = 2
 """What is made anew for sizes that double takes twice what the largest size takes, at most."""
 
@@ -95,12 +98,13 @@ def pass_bytes(
         )
         for rows in tracks
     ]
+    step_graph = BESIDE_STEP_BYTES if len(tracks) > 1 else GRAPH_STEP_BYTES
     recorded, others = bool(passes.graph_steps), hidden + choice + 1 if served.mesh.ranks > 1 else 0
     return PassBytes(
         passes.lanes * passes.lane_bytes,
         GROWN * padded * (row + 1 + others),
         recorded * GROWN * sum(steps),
-        passes.graph_steps * GRAPH_STEP_BYTES,
+        passes.graph_steps * step_graph,
     )
 
 

@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
     one_stream: bool = False  # for attention and all stages; else several stages have one each
 
     def streams(self, stages: int, device: str) -> list[torch.cuda.Stream]:
-        """Those of the stages beside that of attention, which is on all multiprocessors: theirs are urgent."""
+        """Those of the stages, urgent ones, beside that of attention, which is on all multiprocessors."""
         own = 0 if self.one_stream or stages == 1 else stages
         return [torch.cuda.Stream(device, priority=-1) for _ in range(own)]
 

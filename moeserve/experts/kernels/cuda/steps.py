@@ -33,6 +33,9 @@ ROWS_THREADS = 512
 PIECE_COLUMNS = 14336
 """Columns of K that a cluster goes through, of whole tiles, in one launch beside the short track."""
 
+MOST_PIECES = 16
+"""Of one GEMM: each recorded launch takes memory, and as many are recorded as a batch might need."""
+
 EXTENT = {"first": "int", "last": "int"}
 """The tiles that a launch of a grouped GEMM is for: from the first to before the last."""
 
@@ -134,14 +137,16 @@ class Groups(ABC):
         group, and columns of K.
 
         None waits for another: more would be right too, but take a second round. Beside the short track it is
-        several launches, each of whole rounds: between two of them kernels of that track find places.
+        several launches, MOST_PIECES at most, each of whole rounds: between two of them kernels of that track
+        find places.
         """
         across, columns = extent
         resident = max(1, resident_clusters(function, block) - spared())
         most = self.limit * across
         clusters = min(resident, most)
         apart = track() == MAIN and spared() > 0
-        tiles = clusters * max(1, PIECE_COLUMNS // columns) if apart else most
+        rounds = max(1, PIECE_COLUMNS // columns, -(-most // (clusters * MOST_PIECES)))
+        tiles = clusters * rounds if apart else most
         for first in range(0, most, tiles):
             function.launch(
                 clusters * CLUSTER,
