@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from moeserve.proto.addresses import check_address
 from moeserve.proto.credentials import Credentials, KeyedChannel
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -73,14 +74,15 @@ def connect(
 ) -> Any:
     """A `grpc.Channel` to `host:port`, or what shows `credentials` over one. It connects when first used.
 
-    Raises ValueError where a token would go beyond loopback as plain text, OSError for a file that cannot be
-    read.
+    Raises ValueError where the address has no port, or a token would go beyond loopback as plain text,
+    OSError for a file that cannot be read.
     """
     return opened(grpc, address, max_message_bytes, credentials)
 
 
 def opened(library: Any, address: str, max_message_bytes: int, credentials: Credentials | None) -> Any:
     """As `connect`, by `grpc` or `grpc.aio`."""
+    check_address(address)
     options = client_options(max_message_bytes)
     if credentials is None:
         return library.insecure_channel(address, options=options)

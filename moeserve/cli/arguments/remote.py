@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from moeserve.proto.addresses import check_address
 from moeserve.proto.client import MoeClient
 from moeserve.proto.credentials import Credentials
 
@@ -66,24 +66,12 @@ def client_of(args: argparse.Namespace, **options: Any) -> MoeClient:
 
 
 def address(text: str) -> str:
-    """Returns the text if it is `host:port`, with an IPv6 address in brackets: without them gRPC takes all of
-    it for the host, and goes to port 443. Raises ArgumentTypeError.
-    """
-    host, colon, port = text.rpartition(":")
-    bare = ":" in host and any(map(_is_ip, (host, text)))
-    if not colon or not host or bare or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"
-        )
-    return text
-
-
-def _is_ip(text: str) -> bool:
+    """Returns the text if it says where a service is. Raises ArgumentTypeError."""
     try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
+        check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def as_json(message: Message) -> str:
