@@ -91,8 +91,8 @@ def run_rank(spec: RankSpec, launcher_ended: threading.Event | None = None) -> N
 
     launcher_ended: set once nobody is there any more who would start the head again.
     """
-    _prepare_process(spec)
     try:
+        _prepare_process(spec)
         _run_rank(spec, launcher_ended or threading.Event())
     except Exception as error:
         log.exception("rank %d ends: %s", spec.rank, error)

@@ -64,3 +64,18 @@ def test_a_rank_that_has_stopped_has_so_long_to_end(tmp_path: Path, monkeypatch:
     config = house_config(tmp_path)
     rank_process.run_rank(RankSpec(config, 3, "127.0.0.1:1", "token", "127.0.0.1", 1, 0))
     assert seen == ["ran", "rank 3", "closed"]
+
+
+def test_what_ends_a_rank_before_its_log_has_begun_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A launcher's process says nothing more of it: at a host's limit of threads nobody knew why it ended."""
+    make_checkpoint("qwen3_moe", tmp_path)
+
+    def prepare(spec: RankSpec) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rank_process, "_prepare_process", prepare)
+    with pytest.raises(RuntimeError):
+        rank_process.run_rank(RankSpec(house_config(tmp_path), 3, "127.0.0.1:1", "token", "127.0.0.1", 1, 0))
+    assert "rank 3 ends: can't start new thread" in caplog.text
