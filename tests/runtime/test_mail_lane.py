@@ -401,6 +401,18 @@ def test_stages_that_are_used_one_after_the_other_are_not_waited_for(caller: Cal
     assert caller.look(2 * COMPANY_SECONDS) and len(caller.begun[-1][0].steps) == 1
 
 
+def test_a_stage_whose_rows_are_always_there_keeps_no_other_one_waiting(caller: Caller) -> None:
+    """Without attention its next rows are there before anybody looks."""
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
+    for step, layer in enumerate((3, 5, 3)):
+        caller.bring(0, step)
+        assert caller.look(2 * COMPANY_SECONDS) and caller.begun[-1][0].steps == ((layer, 0),)
+        caller.lane.ran(Told(0, (step + 1, 0), 1), 1)
+    caller.bring(0, 3)
+    caller.bring(1, 0)
+    assert caller.look() and caller.begun[-1][0].steps == ((3, 1),), "the one that is behind"
+
+
 def test_what_comes_step_by_step_does_not_wait_for_other_stages(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +439,20 @@ def test_a_forward_pass_that_is_never_recorded_whole_is_launched_in_parts(caller
     caller.lane.ran(Told(0, (2, 0), 2), 1)
     caller.bring(0, 2)
     assert caller.look() and caller.begun[-1][0].steps == ((3, 0), (5, 0))
+
+
+def test_nothing_is_launched_behind_a_forward_pass_that_cannot_be_recorded(caller: Caller) -> None:
+    """Its last steps are left: what lies behind would take their rows where the last layer is the first."""
+    caller.standing([3, 5, 3], flags=m.ANY_WEIGHTS)
+    caller.graphs = False
+    for step in (0, 3):
+        caller.bring(0, step)
+        assert caller.look() and len(caller.begun[-1][0].steps) == 3
+        assert not caller.look() and not caller.look()
+        caller.lane.ran(Told(0, (step + 2,), 2), 1)
+        caller.bring(0, step + 2)
+        assert caller.look() and caller.begun[-1][0].steps == ((3, 0),)
+        caller.lane.ran(Told(0, (step + 3,), 1), 1)
 
 
 def test_a_first_step_of_other_rows_is_launched_anew_for_as_many(caller: Caller) -> None:

@@ -186,6 +186,8 @@ class MailLane(PassLane):
         if not run.flying and self._mail.lane.abort[0] == YIELD:
             self._mail.say(0)
         there = self._there(run)
+        if max(run.sent) - min(run.sent) > len(run.said.layers):  # one might wait as long as others come
+            there.sort(key=run.sent.__getitem__)
         if there and not run.flying:  # who else is on its track depends on its rows
             self.short = self._runs.short(self._rows_of(run, max(self._header(stage)[0] for stage in there)))
         company = self.company()
@@ -223,6 +225,8 @@ class MailLane(PassLane):
             return None
         how = short, self._beside(company), company in OTHER_GPUS
         made = Run(self._mail.lane, run.ahead(), rows, kind, begins, run.again, least, run.before, *how)
+        if not there and self._runs.alone and not self._runs.recorded(made):
+            return None  # of the one before, which has no graph either, the first steps alone are launched
         run.slow = run.slow and not run.resting
         early: dict[int, int] | None = None
         together = run.alike and (len(there) == len(run.sent) or foreseen) and len(kinds) == 1
