@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 
-OTHER_NAMES = re.compile(r"(unix|unix-abstract|vsock):|[a-z][a-z0-9+.-]*://")
+OTHER_NAMES = re.compile(r"(unix|unix-abstract|vsock):|(dns|ipv4|ipv6|xds|google-c2p)://")
 """What gRPC knows beside HOST:PORT: sockets of the host, and names with a resolver."""
+
+HOST = re.compile(r"[^:/]+|\[[^\[\]]+\]|(dns|ipv4|ipv6):.+")
+"""A name or an IPv4 address, an IPv6 one, or what says which of them it is."""
 
 
 def check_address(text: str) -> None:
@@ -15,15 +17,6 @@ def check_address(text: str) -> None:
     """
     if OTHER_NAMES.match(text):
         return
-    host, colon, port = text.rpartition(":")
-    bare = ":" in host and any(map(_is_ip, (host, text)))
-    if not colon or not host or bare or not port.isdecimal() or not 0 < int(port) < 65536:
+    host, _, port = text.rpartition(":")
+    if not HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{text!r} must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
-
-
-def _is_ip(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True

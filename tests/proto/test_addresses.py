@@ -11,7 +11,11 @@ from moeserve.proto.addresses import check_address
 
 
 @pytest.mark.parametrize(
-    "text", ["", "127.0.0.1", "localhost", "localhost:", ":1", "host:http", "host:70000", "::1", "::1:50051"]
+    "text",
+    [
+        *("", "127.0.0.1", "localhost", "localhost:", ":1", "host:http", "host:70000", "::1", "::1:50051"),
+        *("::50051", "[::1:50051", "fe80::1%lo:50051", "http://127.0.0.1:50051", "https://host"),
+    ],
 )
 def test_an_address_without_a_port_is_refused_at_once(text: str) -> None:
     """gRPC would go to port 443, and say that nobody answers."""
@@ -27,7 +31,10 @@ def test_an_address_without_a_port_is_refused_at_once(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["127.0.0.1:1", "host.local:65535", "[::1]:50051", "unix:/tmp/a", "dns:///moeserve", "ipv4:1.1.1.1:1"],
+    [
+        *("127.0.0.1:1", "host.local:65535", "[::1]:50051", "[fe80::1%lo]:1", "ipv4:1.1.1.1:1"),
+        *("ipv6:[::1]:1", "unix:/tmp/a", "unix-abstract:a", "dns:///moeserve", "dns:host:1"),
+    ],
 )
 def test_other_addresses_are_taken(text: str) -> None:
     check_address(text)
