@@ -1,15 +1,15 @@
-"""How both sides of the contract set up gRPC: message limits, keepalive, reconnecting.
+"""How both sides of the contract set up gRPC: addresses, message limits, keepalive, reconnecting.
 
 One place for all of it.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import grpc
 
-from moeserve.proto.addresses import check_address
 from moeserve.proto.credentials import Credentials, KeyedChannel
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -28,6 +28,12 @@ MOST_STREAMS = 1024
 """Calls of one connection at once; a client holds further ones back."""
 
 Options = list[tuple[str, Any]]
+
+OTHER_NAMES = re.compile(r"(unix|unix-abstract|vsock):|(dns|ipv4|ipv6|xds|google-c2p)://")
+"""What gRPC knows beside HOST:PORT: sockets of the host, and names with a resolver."""
+
+HOST = re.compile(r"[^:/]+|\[[^\[\]]+\]|(dns|ipv4|ipv6):.+")
+"""A name or an IPv4 address, an IPv6 one, or what says which of them it is."""
 
 
 def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
@@ -102,3 +108,14 @@ def _limits(max_message_bytes: int) -> Options:
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     ]
+
+
+def check_address(text: str) -> None:
+    """Raises ValueError where the text is not `HOST:PORT`, with an IPv6 address in brackets, nor another name
+    of gRPC's. Without a port, or brackets, gRPC takes all of it for the host, and goes to port 443.
+    """
+    if OTHER_NAMES.match(text):
+        return
+    host, _, port = text.rpartition(":")
+    if not HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{text!r} must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class AttachedDevice:
         self._lane, self._kernels = self._made(layout, rows_wire)
         self._layout = layout = self._lane.layout
         self._pass: Pass | None = None
-        self._stages = Stages(layout.stages, partial(torch.cuda.current_stream, device))
+        self._stages = Stages(layout.stages, lambda: torch.cuda.current_stream(device))
         self._calls: dict[int, tuple[int, Tensor, int]] = {}  # stage, rows, and forward pass, by number
         self._numbers = 0
         self._rounds = Rounds(layout.stages)

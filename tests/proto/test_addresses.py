@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from moeserve import AsyncMoeClient, MoeClient
-from moeserve.proto.addresses import check_address
+from moeserve.proto.channel import check_address
 
 
 @pytest.mark.parametrize(

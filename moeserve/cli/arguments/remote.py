@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from moeserve.proto.addresses import check_address
+from moeserve.proto.channel import check_address
 from moeserve.proto.client import MoeClient
 from moeserve.proto.credentials import Credentials
 

@@ -278,7 +278,7 @@ class Own:
 
     def __init__(self, members: Members) -> None:
         self.queued: list[tuple[object, ...]] = []
-        self.early: list[bool] = []  # of each take
+        self.early: list[int] = []  # of each take
         self.last: list[bool] = []  # of each post
         self.expected: list[tuple[object, ...]] = []
         self.epoch, self.member = SimpleNamespace(members=members), members.at(0)
@@ -296,12 +296,15 @@ class Own:
         work()
         return lambda: self.queued.append(("replayed",))
 
-    def take(self, stage: int, layer: int, room: object, valid: object, *, early: bool, lone: bool) -> None:
+    def take(self, stage: int, layer: int, room: object, valid: object, *, early: int, lone: bool) -> None:
         assert not lone
         self.queued.append(("take", layer, stage))
         self.early.append(early)
 
-    def post(self, stage: int, answer: object, tally: object, living: object, *, last: bool) -> None:
+    def post(
+        self, stage: int, answer: object, tally: object, living: object, *, early: bool, last: bool
+    ) -> None:
+        assert early, "kernels of the step lie between"
         self.queued.append(("post", stage, living, tally))
         self.last.append(last)
 
@@ -342,7 +345,7 @@ def test_own_steps_are_launched_first_and_replayed_later_with_the_heads_numbers(
 def test_rows_are_taken_beside_the_answer_of_another_stage_and_behind_that_of_their_own() -> None:
     own = Own(MEMBERS)
     own.work((3, 0), (3, 1), (5, 1), (5, 0), number=100)
-    assert own.early == [False, True, False, True]
+    assert own.early == [0, 1, 0, 3], "steps before those of another stage"
     assert own.last == [False, False, False, True], "one brings the words of the run back"
 
 

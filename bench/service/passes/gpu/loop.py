@@ -60,10 +60,13 @@ class Wanted(NamedTuple):
     stages: Sequence[int] = STAGES
     one_stream: bool = False  # for attention and all stages; else several stages have one each
 
+    def own(self, stages: int) -> int:
+        """How many streams the stages have beside that of attention."""
+        return 0 if self.one_stream or stages == 1 else stages
+
     def streams(self, stages: int, device: str) -> list[torch.cuda.Stream]:
-        """Those of the stages, urgent ones, beside that of attention, which is on all multiprocessors."""
-        own = 0 if self.one_stream or stages == 1 else stages
-        return [torch.cuda.Stream(device, priority=-1) for _ in range(own)]
+        """These, urgent ones: attention is on all multiprocessors."""
+        return [torch.cuda.Stream(device, priority=-1) for _ in range(self.own(stages))]
 
     def cases(self, rows: Sequence[int]) -> list[Case]:
         """All of them, those of few rows first."""
@@ -320,7 +323,7 @@ class Loop:
             return None
         bound = case.stages * max(attention, known.experts)
         aim = AIMS.get(case.stages) if "two GPUs" in self._mode else None
-        streams = 1 + len(self._wanted.streams(case.stages, self._home))
+        streams = 1 + self._wanted.own(case.stages)
         peers = {"attention": attention, "experts": known.experts, "bound": bound, "passes": passes} | more
         peers |= {"streams of the caller": streams}
         made = Result(
