@@ -43,7 +43,8 @@ def taken_over(
     spare = int(usable.sum()) - (experts - len(missing))
     if len(missing) > spare:
         raise NoRoom(
-            f"{len(missing)} experts lost their last replica, and the survivors have {spare} spare slots"
+            f"{len(missing)} experts lost their last replica, and the survivors have {spare} spare slots; "
+            "raise balance.redundant_experts, or keep more ranks"
         )
     wished = wish or {}
     for expert in sorted(missing, key=lambda one: (one not in wished, one)):
