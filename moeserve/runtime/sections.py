@@ -172,6 +172,9 @@ class ClusterConfig:
     send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
     begin_seconds: float = 180.0  # for a rank's process to reach the head, once it was started
     stopped_seconds: float = 1.5  # a rank's process that does not run so long is given up; 0: never
+    end_seconds: float = (
+        60.0  # for a rank's process to end, once it has stopped; then it kills itself; 0: never
+    )
     ring_bytes: int = 1 << 18  # of memory that head and a rank of its host share, each way; 0: they use TCP
     spin_seconds: float = 0.0  # that a reader of a ring looks again and again; only with cores to spare
     head_seconds: float = 60.0  # for which ranks look for a head that has ended; then they stop

@@ -105,6 +105,18 @@ def test_answers_have_the_bits_of_a_call(way: AttachedDevice, remote: object, al
             assert torch.equal(answer, MoeExperts(remote, layer)(*one)), (turn, layer)
 
 
+def check_replays(
+    way: AttachedDevice, graph: torch.cuda.CUDAGraph, found: list[Tensor], wanted: list[Tensor]
+) -> None:
+    """Each replay gives these answers."""
+    for _ in range(5):
+        for answer in found:
+            answer.zero_()
+        graph.replay()
+        way.check()
+        assert all(map(torch.equal, found, wanted))
+
+
 @pytest.mark.gpu(1)
 @torch.no_grad()
 def test_two_stages_exchange_in_a_graph_with_the_bits_of_calls(
@@ -128,12 +140,7 @@ def test_two_stages_exchange_in_a_graph_with_the_bits_of_calls(
     assert all(map(torch.equal, eager, wanted))
     with torch.cuda.graph(graph, stream=stream):
         found = passed()
-    for _ in range(5):
-        for answer in found:
-            answer.zero_()
-        graph.replay()
-        way.check()
-        assert all(map(torch.equal, found, wanted))
+    check_replays(way, graph, found, wanted)
 
 
 @pytest.mark.gpu(1)
@@ -167,12 +174,7 @@ def test_micro_batches_with_a_stream_each_have_the_bits_of_calls(
         assert all(map(torch.equal, eager, wanted))
     with torch.cuda.graph(graph, stream=main):
         found = passed()
-    for _ in range(5):
-        for answer in found:
-            answer.zero_()
-        graph.replay()
-        way.check()
-        assert all(map(torch.equal, found, wanted))
+    check_replays(way, graph, found, wanted)
     way.close()
 
 

@@ -141,7 +141,7 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
     except StreamClosed as closed:
         log.warning("rank %d: the coordinator is gone: %s", spec.rank, closed)
     finally:
-        end_at_last(f"rank {spec.rank}")
+        end_at_last(f"rank {spec.rank}", spec.config.cluster.end_seconds)
         process.close()
 
 

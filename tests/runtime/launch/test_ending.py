@@ -46,7 +46,7 @@ def test_a_process_that_does_not_end_is_killed(where: str) -> None:
 
 def test_a_rank_that_has_stopped_has_so_long_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint("qwen3_moe", tmp_path)
-    seen = list[str]()
+    seen = list[object]()
 
     def run() -> None:
         seen.append("ran")
@@ -60,10 +60,10 @@ def test_a_rank_that_has_stopped_has_so_long_to_end(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(rank_process, "_prepare_process", lambda spec: None)
     monkeypatch.setattr(rank_process, "_dial", lambda *given: stream)
     monkeypatch.setattr(rank_process, "_RankProcess", lambda *given: process)
-    monkeypatch.setattr(rank_process, "end_at_last", seen.append)
-    config = house_config(tmp_path)
+    monkeypatch.setattr(rank_process, "end_at_last", lambda *given: seen.append(given))
+    config = house_config(tmp_path, cluster__end_seconds=7.0)
     rank_process.run_rank(RankSpec(config, 3, "127.0.0.1:1", "token", "127.0.0.1", 1, 0))
-    assert seen == ["ran", "rank 3", "closed"]
+    assert seen == ["ran", ("rank 3", 7.0), "closed"]
 
 
 def test_what_ends_a_rank_before_its_log_has_begun_is_said(
