@@ -16,7 +16,8 @@ class Attention:
     """Reads as much memory as takes the time that is asked for; each launch reads another part.
 
     Its blocks are on all multiprocessors and read at the rate of the memory. As those of attention over a
-    cache of keys and values they are few for each, and stay until the end.
+    cache of keys and values they are few for each, two of 256 threads, and stay until the end: other kernels
+    find places beside them.
     """
 
     def __init__(self, device: str) -> None:
