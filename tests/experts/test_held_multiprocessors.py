@@ -161,14 +161,8 @@ def test_a_step_whose_blocks_find_no_place_ends_with_an_error_and_the_next_is_ri
     A step whose blocks wait for earlier ones only may well end without the others.
     """
     step, wanted = step_of(name)
-    attributes = nvrtc._attributes
-    monkeypatch.setattr(
-        nvrtc,
-        "_attributes",
-        lambda cluster, *, cooperative, overlapped: attributes(
-            cluster, cooperative=False, overlapped=overlapped
-        ),
-    )
+    for module in (few, decode_codes):
+        monkeypatch.setattr(module, "at_once", lambda: False)
     monkeypatch.setattr(waits, "WAIT_SECONDS", SHORT_SECONDS)
     with holding(HELD) as still:
         begun = time.monotonic()

@@ -2,7 +2,7 @@
 
     python -m bench.service.passes.gpu_pass [--hop] [--loop] [--callers] [--layers 4] [--experts 64]
         [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--one-stream] [--alike]
-        [--load-as SCHEME] [--seconds 540] [--out FILE]
+        [--load-as SCHEME] [--halves] [--seconds 540] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, and callers whose forward passes are CUDA graphs. Its parts,
 all of them where none is named:
@@ -11,16 +11,18 @@ all of them where none is named:
               steps in process, as one graph on the owner's GPU; `prototype`, rows there and back by two
               graphs with flags and nothing else: no experts, no routes, no checks
     loop      a decode loop of 58 steps with other routes each pass: wall clock of passes one after another,
-              attention by a kernel on all multiprocessors that reads memory, in one, two and three stages;
+              attention by a kernel that fills its GPU and reads memory, in one, two and three stages;
               beside it `bound`: stages times the longer of attention and experts. Of several stages each has
               a stream for its rows and answers, beside that of attention; with --one-stream all are on one
-    callers   a step of 4 rows while another caller has steps of 512; needs two GPUs. Its rows choose experts
-              by chance, so that each step reads more or fewer; with --alike one row chooses each expert
+    callers   a step of 4 rows while another caller has steps of 512; needs two processes. Its rows choose
+              experts by chance, so that each step reads more or fewer; with --alike one row chooses each
 
 With two GPUs the rank is a service on one and the callers this process on the other, with one more caller
 that is attached and idle. With one GPU caller and owner are two streams of this process, which take from each
 other's multiprocessors and memory: that shows what the protocol costs, and not what a link does, and
-attention hides nothing there. The record says which.
+attention hides nothing there. With one GPU and --halves they are two processes as with two, which compute at
+once by NVIDIA's multi-process service, each on half of the multiprocessors; memory is one for both, so that
+attention takes from the experts' rate. The record says which.
 
 Every answer of a last pass is compared with the step's. A case makes fewer passes than --passes where its
 share of --seconds is over, and none where all is; it says so. Prints a JSON line a case; writes
@@ -36,6 +38,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +46,7 @@ import torch
 from torch import Tensor
 
 from bench.lib.gpu_clocks import GpuClocks
+from bench.lib.mps import Mps
 from bench.lib.record import Result, write
 from bench.service.hops.service import checkpoint_folder
 from bench.service.hops.sizes import Sizes, write_checkpoint
@@ -51,7 +55,7 @@ from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.loop import ATTENTION, STAGES, Batches, Known, Loop, Wanted, known_of
 from bench.service.passes.gpu.loop import ROWS as LOOP_ROWS
 from bench.service.passes.gpu.steps import batches, check, microseconds, steps_alone
-from bench.service.passes.gpu.through_service import hop_through, service
+from bench.service.passes.gpu.through_service import home, hop_through, service
 from bench.service.passes.gpu.two_streams import TwoStreams
 from moeserve.dispatch.mail.kernels import CallerKernels, Given, OwnerKernels, words
 from moeserve.dispatch.mail.layout import STEPS, MailLayout, Word
@@ -68,8 +72,10 @@ PARTS = ("hop", "loop", "callers")
 GRACE = 120.0  # seconds that a run may take longer than it was told, before it is ended where it hangs
 
 
-def config_of(folder: Path, load_as: str, short_rows: int = 0) -> Config:
-    """One rank on one GPU. short_rows: of steps that have a track of their own."""
+def config_of(folder: Path, load_as: str, short_rows: int = 0, *, halves: bool = False) -> Config:
+    """One rank on one GPU. short_rows: of steps that have a track of their own. halves: of it, with callers
+    of another process on the other half.
+    """
     return Config().with_values(
         {
             "model.checkpoint": str(folder),
@@ -77,6 +83,7 @@ def config_of(folder: Path, load_as: str, short_rows: int = 0) -> Config:
             "plan.device": "cuda",
             "step.graph_rows": 1024,
             "passes.short_rows": short_rows,
+            "passes.share_gpu": halves,
             "members.held_multiprocessors": 0 if torch.cuda.device_count() > 1 else 8,
             "server.port": 0,
             "server.metrics_port": 0,
@@ -134,16 +141,20 @@ class Run:
     """One run of the bench."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self.two = torch.cuda.device_count() > 1
+        gpus = torch.cuda.device_count()
+        if args.halves and gpus > 1:
+            raise SystemExit(f"--halves is of one GPU, and here are {gpus}: CUDA_VISIBLE_DEVICES names one")
+        self.apart = gpus > 1 or args.halves  # caller and owner are two processes
         self.sizes = sizes_of(args)
-        self.owner, self.home = "cuda:0", "cuda:1" if self.two else "cuda:0"
-        where = "two processes on two GPUs" if self.two else "one process on one GPU"
+        self.owner, self.home = "cuda:0", home()
+        halved = "two processes on one GPU, half of it each" if args.halves else "one process on one GPU"
+        where = "two processes on two GPUs" if gpus > 1 else halved
         self.mode = f"{where}, {args.load_as or 'fp8'}"
         self.parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
         self.rows, self.passes = args.rows, args.passes
         self.wanted = Wanted(args.passes, args.attention, args.stages, args.one_stream)
-        self.config = config_of(folder, args.load_as, args.short_rows)
-        self.kind = callers.Kind(args.alike, args.short_rows)
+        self.config = config_of(folder, args.load_as, args.short_rows, halves=args.halves)
+        self.kind = callers.Kind(args.alike, args.short_rows, args.halves)
         self.clock = Clock(args.seconds)
         self.results: list[Result] = []
         self._alone: dict[int, list[float]] = {}
@@ -165,13 +176,13 @@ class Run:
                 gc.collect()  # graphs go while nothing waits on the device, for which that would wait
         if "loop" in self.parts:
             self._loop(rank, runs)
-        if "callers" in self.parts and self.two:
+        if "callers" in self.parts and self.apart:
             for rows in (callers.SMALL, callers.BIG):
                 given = callers.given_of(self.sizes, rows, self.owner, alike=self.kind.alike)
                 found, right = steps_alone(rank, given, self.sizes.layers, min(HOP_PASSES, self.passes))
                 self._steps[rows] = callers.Alone(float(np.median(found)), right)
         elif "callers" in self.parts:
-            print(json.dumps({"left out, it needs two GPUs": "callers"}), flush=True)
+            print(json.dumps({"left out, it needs two processes": "callers"}), flush=True)
         del runs
         leave_torchrun(rank)
 
@@ -180,7 +191,7 @@ class Run:
         given = batches(sizes, rows, self.owner, DEPTH)
         self._alone[rows], self._right[rows] = steps_alone(rank, given, sizes.layers, passes)
         self._bare[rows] = prototype(rows, sizes, self.owner, self.home, passes)
-        if self.two:
+        if self.apart:
             return
         times = dict[bool, list[float]]()
         for rounded in (False, True):
@@ -197,7 +208,7 @@ class Run:
     def _loop(self, rank: HostedRank, runs: PassRuns) -> None:
         rows = [one for one in LOOP_ROWS if one in self.rows]
         self._known = {one: known_of(rank, self.sizes, one) for one in rows}
-        if self.two:
+        if self.apart:
             return
         loop = Loop(self.sizes, self.home, self.mode, self.wanted, self.clock)
         for one in rows:
@@ -261,7 +272,7 @@ class Run:
             round(hop, 2),
             "us",
             "lower",
-            AIMS[rows] if self.two else None,
+            AIMS[rows] if "two GPUs" in self.mode else None,
             {name: round(value, 2) for name, value in peers.items()},
         )
         print(
@@ -313,20 +324,23 @@ def main() -> None:
         default=0,
         help="passes.short_rows: steps of up to so many overtake larger ones",
     )
+    parser.add_argument(
+        "--halves", action="store_true", help="caller and owner are two processes on one GPU, by MPS"
+    )
     parser.add_argument("--load-as", default="", help="a scheme that experts are quantized to, such as nvfp4")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole run")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
     set_environment("127.0.0.1")  # streams of this process, too, must not share connections
-    with checkpoint_folder(sizes_of(args)) as folder:
+    with Mps(50) if args.halves else nullcontext(), checkpoint_folder(sizes_of(args)) as folder:
         run = Run(args, folder)
         write_checkpoint(folder, run.sizes)
         try:
             run.in_process()
             gc.collect()
             torch.cuda.empty_cache()
-            if run.two:
+            if run.apart:
                 run.through_service()
         finally:
             if run.results:  # those before a case that is wrong are right

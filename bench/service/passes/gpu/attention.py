@@ -15,15 +15,16 @@ CLOSE = 0.01
 class Attention:
     """Reads as much memory as takes the time that is asked for; each launch reads another part.
 
-    Its blocks are on all multiprocessors and read at the rate of the memory. As those of attention over a
-    cache of keys and values they are few for each, two of 256 threads, and stay until the end: other kernels
-    find places beside them.
+    It fills the GPU: its blocks take all threads of all multiprocessors and read at the rate of the memory,
+    each 64 KiB of it, and others take the place of those that have ended. Other kernels find places between.
     """
 
     def __init__(self, device: str) -> None:
+        from bench.service.passes.gpu.reading import SHARE
+
+        self._share = SHARE
         self._memory = torch.zeros(ELEMENTS, device=device)
-        self._blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        self._sums = torch.zeros(self._blocks, device=device)
+        self._sums = torch.zeros(ELEMENTS // SHARE, device=device)
         self._device = device
         self._known: dict[float, tuple[int, float]] = {0.0: (0, 0.0)}  # elements and time, by the wanted time
         self._elements, self._at = 0, 0
@@ -35,6 +36,12 @@ class Attention:
             self._known[wanted] = self._calibrated(wanted)
         self._elements, took = self._known[wanted]
         return took
+
+    @property
+    def rate(self) -> float:
+        """Terabytes a second that it reads, alone on its GPU."""
+        took = next((took for elements, took in self._known.values() if elements == self._elements), 0.0)
+        return self._elements * 4 / took / 1e6 if took else 0.0
 
     def run(self) -> None:
         """Launches it on the current stream; nothing where no time was asked for."""
@@ -51,7 +58,8 @@ class Attention:
         """Elements that take about as long, and what they take: those that came closest."""
         elements, found = int(wanted * FIRST_RATE), dict[int, float]()
         for _ in range(ROUNDS):
-            self._elements = elements = min(ELEMENTS, max(1024, elements // 1024 * 1024))
+            shares = min(ELEMENTS // self._share, max(1, round(elements / self._share)))
+            self._elements = elements = shares * self._share
             took = found[elements] = self._measured(int(SUSTAINED / LAUNCHES / wanted) + 1)
             if abs(took - wanted) < CLOSE * wanted:
                 break

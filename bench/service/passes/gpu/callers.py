@@ -19,7 +19,7 @@ from bench.lib.record import Result
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.steps import batches, check
-from bench.service.passes.gpu.through_service import HOME, Opened
+from bench.service.passes.gpu.through_service import Opened, home
 from moeserve.dispatch.mail.kernels import Given
 from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 from moeserve.torch.ways import Rows
@@ -46,10 +46,11 @@ class Kind(NamedTuple):
 
     alike: bool  # as of `given_of`
     short_rows: int = 0  # of steps that overtake larger ones; 0: callers take turns
+    halves: bool = False  # of one GPU: callers and owner have one each
 
     def __str__(self) -> str:
         apart = f", steps of up to {self.short_rows} rows on a track of their own" if self.short_rows else ""
-        return ", steps alike" * self.alike + apart
+        return ", steps alike" * self.alike + apart + ", half of a GPU for all callers" * self.halves
 
 
 def given_of(sizes: Sizes, rows: int, device: str, *, alike: bool) -> list[Given]:
@@ -69,8 +70,8 @@ class Side:
     def __init__(self, opened: Opened, sizes: Sizes, rows: int, *, alike: bool) -> None:
         order = tuple(at % sizes.layers for at in range(DEPTH))
         self.way = opened(f"rows-{rows}", rows, 1, order)
-        self.stream = torch.cuda.Stream(HOME)
-        given = self._given = [Rows(*one) for one in given_of(sizes, rows, HOME, alike=alike)]
+        self.stream = torch.cuda.Stream(home())
+        given = self._given = [Rows(*one) for one in given_of(sizes, rows, home(), alike=alike)]
         self._graphs = [torch.cuda.CUDAGraph() for _ in given]
         self.answers = list[Tensor]()  # graphs write them, and read what was given
         with torch.cuda.stream(self.stream):
@@ -150,7 +151,7 @@ def compared(
 ) -> list[Result]:
     """The small caller alone and beside the big one. steps: by rows."""
     results = []
-    with torch.cuda.device(HOME):
+    with torch.cuda.device(home()):
         small, big = (Side(opened, sizes, rows, alike=kind.alike) for rows in (SMALL, BIG))
         for at, attention in enumerate(ATTENTION):
             spin = spun(attention) if attention else 0
@@ -172,7 +173,7 @@ def compared(
             bigs = other, company.microseconds()
             for side, rows in ((small, SMALL), (big, BIG)):
                 side.way.check()
-                right = [one.to(HOME) for one in steps[rows].right]
+                right = [one.to(home()) for one in steps[rows].right]
                 check(f"callers, {rows} rows", (0, 0), side.answers, right)
             results.append(_told((attention, kind), alone, (beside, quiet), bigs, steps, clocks))
         for side in (small, big):

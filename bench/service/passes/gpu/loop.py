@@ -21,7 +21,7 @@ from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.attention import Attention
 from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.steps import TurningRoutes, batches, check, steps_alone
-from bench.service.passes.gpu.through_service import HOME, Opened
+from bench.service.passes.gpu.through_service import Opened
 from bench.service.passes.gpu.two_streams import TwoStreams
 from moeserve.runtime.launch.torchrun import HostedRank
 from moeserve.runtime.rank.runs.runs import PassRuns
@@ -260,9 +260,9 @@ class Loop:
         layers = self._sizes.layers
         way = opened("decode", case.rows, case.stages, tuple(at % layers for at in range(LOOP)))
         caller, attention = _OnWay(way, of, layers), self._attention(case, known)
-        stream, graph = torch.cuda.Stream(HOME), torch.cuda.CUDAGraph()
-        own = self._wanted.streams(case.stages, HOME)
-        with torch.cuda.device(HOME):
+        stream, graph = torch.cuda.Stream(self._home), torch.cuda.CUDAGraph()
+        own = self._wanted.streams(case.stages, self._home)
+        with torch.cuda.device(self._home):
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     forward(caller, of, self.attention, case.stages, own)
@@ -285,14 +285,14 @@ class Loop:
                 launch()
 
             passes = self._passes(launch, left)
-            took = wall(launch, passes, HOME, stream) if passes else Took(0.0)
-            each = wall(announced, min(ANNOUNCED, passes), HOME).layer if passes else 0.0
+            took = wall(launch, passes, self._home, stream) if passes else Took(0.0)
+            each = wall(announced, min(ANNOUNCED, passes), self._home).layer if passes else 0.0
             of.rewind()
             launch()
             way.check()
         self._compare(case, caller.answers, known, (0, 0))
         way.close()
-        more = took.told() | {"announced each": each}
+        more = took.told() | {"announced each": each, "attention TB/s": self.attention.rate}
         return self._told(case, attention, known, took.layer, passes, more)
 
     def _attention(self, case: Case, known: Known) -> float:

@@ -1,4 +1,4 @@
-"""A rank as a service on the first GPU, and this process's ways to it from the second."""
+"""A rank as a service on the first GPU, and this process's ways to it from the second, or from the same."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from moeserve.torch import Settings, connect
 from moeserve.torch.attached_device import AttachedDevice
 from moeserve.torch.ways import Rows
 
-HOME = "cuda:1"
 IDLE_ROWS = 16
 REBALANCE_SECONDS = 1.0  # between two rebalances
 REBALANCE_LIMIT = 30.0  # seconds for one
+
+
+def home() -> str:
+    """The device of this process's rows."""
+    return f"cuda:{min(1, torch.cuda.device_count() - 1)}"
 
 
 class Opened:
@@ -46,7 +50,7 @@ class Opened:
             name=name,
             rows=rows,
             stages=stages,
-            device=HOME,
+            device=home(),
             rows_wire=rows_wire,
             layers=layers,
         )
@@ -100,14 +104,15 @@ def hop_through(
     way: AttachedDevice, given: list[Given], layers: int, passes: int
 ) -> tuple[list[float], list[Tensor]]:
     """The caller's graph of a forward pass, one layer after the other: a layer's times, and the answers."""
-    stream, graph = torch.cuda.Stream(HOME), torch.cuda.CUDAGraph()
+    device = home()
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     rows = [Rows(one.hidden, one.route, one.weights) for one in given]
-    with torch.cuda.device(HOME), torch.cuda.stream(stream):
+    with torch.cuda.device(device), torch.cuda.stream(stream):
         for _ in range(3):
             for at, one in enumerate(rows):
                 way.mixed(at % layers, one)
     way.check()
-    with torch.cuda.device(HOME):
+    with torch.cuda.device(device):
         with torch.cuda.graph(graph, stream=stream):
             answers = [way.mixed(at % layers, one) for at, one in enumerate(rows)]
         found = microseconds(graph.replay, passes, stream, len(given))
