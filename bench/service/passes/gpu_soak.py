@@ -69,6 +69,7 @@ STOPPED_SECONDS = 1.0
 START_SECONDS = 120.0  # for the steady callers to begin, with all that is compiled and recorded
 LIMIT_SECONDS = 60.0  # for any other word of a process
 LONGEST_GAP = 0.5  # seconds
+MPS_CONNECTIONS = "16"  # of a process, which has them to itself of one pool: of three with 32 it is empty
 GRACE = 240.0  # seconds that a run may take longer than it was told, before it is ended where it hangs
 GAUGE = re.compile(r'^moe_device_(lanes|bytes)\{(?:.*what="(.*)")?.*\} (\S+)', re.M)
 _FRESH = multiprocessing.get_context("forkserver")  # that of the service, which has imported torch
@@ -241,6 +242,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
+    if args.mps:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MPS_CONNECTIONS)
     set_environment("127.0.0.1")  # streams of a process must not share connections
     tune_process()
     with Mps() if args.mps else nullcontext():
