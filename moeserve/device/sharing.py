@@ -1,4 +1,5 @@
-"""`GpuProcesses`: how many processes compute on a GPU, as NVIDIA's management library (NVML) counts them.
+"""Who else computes on a GPU: `GpuProcesses` counts processes, as NVIDIA's management library (NVML) does,
+and `by_service` says whether they compute at once.
 
 Kernels that wait take turns of milliseconds with those of another process, so that whoever launches some asks
 before whether its GPU is its own. The library comes with the driver. What it counts inside a container is for
@@ -14,6 +15,8 @@ import math
 import threading
 import time
 from typing import Any
+
+import torch
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,19 @@ def nvml() -> Any:
     if code != _SUCCESS:
         raise Unknown(f"nvmlInit_v2 gives {code}")
     return library
+
+
+def by_service(device: str) -> bool:
+    """Whether processes compute at once on this device of torch, `cuda:N`, by NVIDIA's multi-process service
+    (MPS), and so does this one. False on a CPU, and where the driver does not know.
+    """
+    if not device.startswith("cuda"):
+        return False
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+    status, value = driver.cuDeviceGetAttribute(attribute, torch.device(device).index or 0)
+    return bool(status == driver.CUresult.CUDA_SUCCESS and value)
 
 
 class GpuProcesses:

@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moeserve.device import sharing
-from moeserve.device.sharing import GpuProcesses, Unknown
+from moeserve.device.sharing import GpuProcesses, Unknown, by_service
 
 UUID = "6a4f0a52-0000-1111-2222-333344445555"
 SECONDS = 20.0
@@ -105,6 +106,33 @@ def wait_for(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("told", "is_so"), [((0, 1), True), ((0, 0), False), ((1, 1), False)])
+def test_the_driver_says_whether_processes_share_a_device(
+    monkeypatch: pytest.MonkeyPatch, told: tuple[int, int], *, is_so: bool
+) -> None:
+    asked = []
+
+    def attribute(which: str, device: int) -> tuple[int, int]:
+        asked.append((which, device))
+        return told
+
+    driver = SimpleNamespace(
+        CUdevice_attribute=SimpleNamespace(CU_DEVICE_ATTRIBUTE_MPS_ENABLED="MPS"),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+        cuDeviceGetAttribute=attribute,
+    )
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    assert by_service("cuda:1") is is_so and asked == [("MPS", 1)]
+    assert not by_service("cpu") and len(asked) == 1
+
+
+@pytest.mark.gpu(1)
+def test_this_process_shares_its_gpu_by_no_service() -> None:
+    torch.ones(1, device="cuda").item()
+    assert not by_service("cuda:0")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without NVIDIA's driver")

@@ -81,7 +81,7 @@ def test_all_cases_are_told_with_the_aim_that_stages_have(monkeypatch: pytest.Mo
     every = Wanted(9).cases(ROWS)
     assert len(every) == len({case.text("x") for case in every}) == 36
     assert Wanted(9, [EQUAL], [3]).cases([1, 16]) == [Case(1, EQUAL, 3), Case(16, EQUAL, 3)]
-    monkeypatch.setattr(loop, "Attention", lambda device: None)
+    monkeypatch.setattr(loop, "Attention", lambda device, computes: None)
     two = Loop(SIZES, "cpu", "two processes on two GPUs, fp8", Wanted(9), Clock(1.0))
     one = Loop(SIZES, "cpu", "one process on one GPU, fp8", Wanted(9), Clock(1.0))
     known = Known(50.0, [])

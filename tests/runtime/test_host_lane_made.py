@@ -16,6 +16,7 @@ from moeserve.device.sharing import GpuProcesses
 from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.runtime.doors.device_errors import DeviceRefused
 from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneModel
 from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
@@ -226,3 +227,15 @@ def test_while_other_processes_compute_on_the_gpu_steps_are_calls(monkeypatch: p
     finally:
         lanes.close()
         regions.close()
+
+
+def test_a_caller_that_could_end_the_rank_with_itself_is_refused() -> None:
+    """Clients of the multi-process service share what a killed one leaves."""
+    runs, device = SimpleNamespace(by_service=True, device_uuid="another"), f"cuda:{Runs('').device_uuid}"
+    with pytest.raises(
+        DeviceRefused, match=r"\(MPS\), where a caller that is killed ends .*MPS_PIPE_DIRECTORY"
+    ):
+        MailHost(runs, MODEL, 1 << 20).check(device)  # type: ignore[arg-type]
+    MailHost(runs, MODEL, 1 << 20, share_gpu=True).check(device)  # type: ignore[arg-type]
+    runs.by_service = False
+    MailHost(runs, MODEL, 1 << 20).check(device)  # type: ignore[arg-type]

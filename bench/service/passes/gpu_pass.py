@@ -1,8 +1,8 @@
 """Passes of a caller's GPU: the hop of a layer, a decode loop, and two callers; no host between two layers.
 
     python -m bench.service.passes.gpu_pass [--hop] [--loop] [--callers] [--layers 4] [--experts 64]
-        [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--one-stream] [--alike]
-        [--load-as SCHEME] [--halves] [--seconds 540] [--out FILE]
+        [--passes 1000] [--rows 1 16] [--attention 0 -1] [--stages 1 2 3] [--one-stream] [--computes]
+        [--alike] [--load-as SCHEME] [--halves] [--seconds 540] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, and callers whose forward passes are CUDA graphs. Its parts,
 all of them where none is named:
@@ -22,7 +22,7 @@ that is attached and idle. With one GPU caller and owner are two streams of this
 other's multiprocessors and memory: that shows what the protocol costs, and not what a link does, and
 attention hides nothing there. With one GPU and --halves they are two processes as with two, which compute at
 once by NVIDIA's multi-process service, each on half of the multiprocessors; memory is one for both, so that
-attention takes from the experts' rate. The record says which.
+attention takes from the experts' rate, unless it --computes. The record says which.
 
 Every answer of a last pass is compared with the step's. A case makes fewer passes than --passes where its
 share of --seconds is over, and none where all is; it says so. Prints a JSON line a case; writes
@@ -152,7 +152,7 @@ class Run:
         self.mode = f"{where}, {args.load_as or 'fp8'}"
         self.parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
         self.rows, self.passes = args.rows, args.passes
-        self.wanted = Wanted(args.passes, args.attention, args.stages, args.one_stream)
+        self.wanted = Wanted(args.passes, args.attention, args.stages, args.one_stream, args.computes)
         self.config = config_of(folder, args.load_as, args.short_rows, halves=args.halves)
         self.kind = callers.Kind(args.alike, args.short_rows, args.halves)
         self.clock = Clock(args.seconds)
@@ -314,6 +314,9 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), help="of the loop")
     parser.add_argument(
         "--one-stream", action="store_true", help="of the loop: attention and all stages are on one stream"
+    )
+    parser.add_argument(
+        "--computes", action="store_true", help="of the loop: attention computes, and reads no memory"
     )
     parser.add_argument(
         "--alike", action="store_true", help="of callers: each expert is chosen by one row of the small one"

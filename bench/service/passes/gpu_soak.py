@@ -1,6 +1,6 @@
 """Attached callers of a GPU for minutes, every answer compared, while others of their kind do wrong.
 
-    python -m bench.service.passes.gpu_soak [--seconds 600] [--experts 32] [--layers 4] [--mps] [--out FILE]
+    python -m bench.service.passes.gpu_soak [--seconds 600] [--experts 32] [--layers 4] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, on the first GPU, and callers on the second. Two steady ones
 make forward passes over all layers as fast as they can, of 1 to 64 rows, one as CUDA graphs and one eagerly.
@@ -25,8 +25,7 @@ not be killed, and the kernels of its few rows take turns with those of both: th
 the rank makes of it. Starting its process is, too, and what the driver does when it dies. A look at answers
 comes every 8 passes, and nothing of another pass is launched before it: shorter gaps are not seen.
 
-With one GPU the rank is on it, too; with --mps its processes compute at once, by NVIDIA's multi-process
-service, and not in turns. Without any, all runs on the CPU, with tiny experts and rows in host
+With one GPU the rank is on it, too. Without any, all runs on the CPU, with tiny experts and rows in host
 memory, to try the program: bits and gaps are not judged then. Prints a JSON line a turn; writes
 bench/results/gpu_pass_soak.jsonl, or FILE.
 """
@@ -43,7 +42,6 @@ import re
 import signal
 import time
 import urllib.request
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,7 +49,6 @@ from pathlib import Path
 import torch
 
 from bench.lib.held import Held
-from bench.lib.mps import Mps
 from bench.lib.record import Result, write
 from bench.service.hop_soak import MOST_GPU_MIB_MORE, grown, looks, used_on_gpus
 from bench.service.hops.service import TINY, checkpoint_folder
@@ -69,7 +66,6 @@ STOPPED_SECONDS = 1.0
 START_SECONDS = 120.0  # for the steady callers to begin, with all that is compiled and recorded
 LIMIT_SECONDS = 60.0  # for any other word of a process
 LONGEST_GAP = 0.5  # seconds
-MPS_CONNECTIONS = "16"  # of a process, which has them to itself of one pool: of three with 32 it is empty
 GRACE = 240.0  # seconds that a run may take longer than it was told, before it is ended where it hangs
 GAUGE = re.compile(r'^moe_device_(lanes|bytes)\{(?:.*what="(.*)")?.*\} (\S+)', re.M)
 _FRESH = multiprocessing.get_context("forkserver")  # that of the service, which has imported torch
@@ -238,21 +234,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of calling; 600 by default")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--mps", action="store_true", help="processes share GPUs by NVIDIA's service")
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
-    if args.mps:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MPS_CONNECTIONS)
     set_environment("127.0.0.1")  # streams of a process must not share connections
     tune_process()
-    with Mps() if args.mps else nullcontext():
-        measured(args)
-    faulthandler.cancel_dump_traceback_later()
-
-
-def measured(args: argparse.Namespace) -> None:
-    """The run. Raises SystemExit where something was wrong."""
     gpus = torch.cuda.device_count()
     sizes = Sizes(7168, 2048, args.experts, 8, args.layers) if gpus else TINY
     with checkpoint_folder(sizes) as folder:
@@ -268,6 +254,7 @@ def measured(args: argparse.Namespace) -> None:
             device = f"cuda:{min(1, gpus - 1)}" if gpus else "cpu"
             found = Watch(cluster, Served(cluster.address, sizes, device), args.seconds).run()
     told(args, found, sizes, gpus)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def told(args: argparse.Namespace, found: Watched, sizes: Sizes, gpus: int) -> None:
@@ -278,7 +265,7 @@ def told(args: argparse.Namespace, found: Watched, sizes: Sizes, gpus: int) -> N
     bad = wrong + failures + len(found.others_failed) + len(found.grown)
     if gpus:  # on a CPU steps are of several callers' rows, whose sums have another order, and slow
         bad += bits + (gap > LONGEST_GAP)
-    where = ("the CPU", "one GPU", "two GPUs")[min(gpus, 2)] + ", by MPS" * args.mps
+    where = ("the CPU", "one GPU", "two GPUs")[min(gpus, 2)]
     held = {
         "answers": float(sum(one.answers for one in found.seen)),
         "wrong": float(wrong),

@@ -17,13 +17,14 @@ class Attention:
 
     It fills the GPU: its blocks take all threads of all multiprocessors and read at the rate of the memory,
     each 64 KiB of it, and others take the place of those that have ended. Other kernels find places between.
+    computes: it computes for as long, as many blocks, and reads nothing, where experts read the same memory.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, computes: bool = False) -> None:
         from bench.service.passes.gpu.reading import SHARE
 
-        self._share = SHARE
-        self._memory = torch.zeros(ELEMENTS, device=device)
+        self._share, self._computes = SHARE, computes
+        self._memory = torch.zeros(0 if computes else ELEMENTS, device=device)
         self._sums = torch.zeros(ELEMENTS // SHARE, device=device)
         self._device = device
         self._known: dict[float, tuple[int, float]] = {0.0: (0, 0.0)}  # elements and time, by the wanted time
@@ -40,14 +41,19 @@ class Attention:
     @property
     def rate(self) -> float:
         """Terabytes a second that it reads, alone on its GPU."""
+        if self._computes:
+            return 0.0
         took = next((took for elements, took in self._known.values() if elements == self._elements), 0.0)
         return self._elements * 4 / took / 1e6 if took else 0.0
 
     def run(self) -> None:
         """Launches it on the current stream; nothing where no time was asked for."""
-        from bench.service.passes.gpu.reading import read
+        from bench.service.passes.gpu.reading import compute, read
 
         if not self._elements:
+            return
+        if self._computes:
+            compute(self._elements // self._share, self._sums)
             return
         if self._at + self._elements > ELEMENTS:
             self._at = 0

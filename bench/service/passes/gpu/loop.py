@@ -59,6 +59,11 @@ class Wanted(NamedTuple):
     attention: Sequence[float] = ATTENTION
     stages: Sequence[int] = STAGES
     one_stream: bool = False  # for attention and all stages; else several stages have one each
+    computes: bool = False  # attention reads no memory
+
+    def __str__(self) -> str:
+        """What a record says of it."""
+        return ", attention reads nothing" * self.computes + ", one stream" * self.one_stream
 
     def own(self, stages: int) -> int:
         """How many streams the stages have beside that of attention."""
@@ -231,8 +236,9 @@ class Loop:
     """The cases of one run. mode: how the record names where caller and owner are."""
 
     def __init__(self, sizes: Sizes, home: str, mode: str, wanted: Wanted, clock: Clock) -> None:
-        self._sizes, self._home, self._mode, self._wanted, self._clock = sizes, home, mode, wanted, clock
-        self.attention = Attention(home)
+        self._sizes, self._home, self._wanted, self._clock = sizes, home, wanted, clock
+        self._mode = f"{mode}{wanted}"
+        self.attention = Attention(home, computes=wanted.computes)
 
     def on_streams(
         self, case: Case, of: Batches, known: Known, owner: tuple[HostedRank, PassRuns], left: int

@@ -90,6 +90,12 @@ class MailHost:
         """Raises DeviceRefused where rows of this GPU cannot be taken here."""
         if not GPU.fullmatch(device):
             raise DeviceRefused(f"device: {quoted(device)} is neither cpu nor cuda: and the UUID of a GPU")
+        if self._runs.by_service and not self._share_gpu:
+            raise DeviceRefused(
+                "device: this rank computes by NVIDIA's multi-process service (MPS), where a caller that is "
+                "killed ends the rank and all others, too: start it with CUDA_MPS_PIPE_DIRECTORY naming a "
+                "directory in which no such service listens"
+            )
         if self._runs.device_uuid == device.removeprefix("cuda:") and not self._share_gpu:
             raise DeviceRefused(
                 f"device: {quoted(device)} computes this rank's experts, and two processes on one GPU take "

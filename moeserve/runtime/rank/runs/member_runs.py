@@ -13,6 +13,7 @@ import torch
 
 from moeserve.device.machine import Machine
 from moeserve.device.nvrtc import NEEDED_MODULE
+from moeserve.device.sharing import by_service
 from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
@@ -100,6 +101,11 @@ class MemberRuns:
     def device_uuid(self) -> str:
         """Of the GPU that computes here."""
         return str(torch.cuda.get_device_properties(self._rank.device).uuid)
+
+    @property
+    def by_service(self) -> bool:
+        """Whether this process is a client of NVIDIA's multi-process service."""
+        return by_service(self._rank.device)
 
     @property
     def alone(self) -> bool:
