@@ -102,11 +102,12 @@ class ExpertWeights:
 
 class Tally(NamedTuple):
     """Rows of a step by slot, int32 `[e]`, and the sums of all steps to which they are yet to be added, int64
-    `[e]`.
+    `[e]`. taken: int64 `[1]`, likewise of rows of callers that a kernel took, whose number no host knows.
     """
 
     counts: Tensor
     totals: Tensor
+    taken: Tensor
 
     def add(self) -> None:
         """Counts them: one small kernel."""

@@ -207,7 +207,7 @@ def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
     given = kernels.Given(hidden, *((torch.zeros(rows, 256), None) if logits else chosen))
     caller.bring(1, 3, given, 64)
     owner.take(1, 3, given, torch.zeros(rows, dtype=torch.bool))
-    tally = Tally(torch.ones(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
+    tally = Tally(torch.ones(3, dtype=torch.int32), *torch.zeros(4, dtype=torch.int64).split(3))
     owner.post(1, hidden, tally, Living(torch.ones(5, dtype=torch.int32), 0b11101))
     owner.post(1, hidden)
     caller.fetch(1, hidden)

@@ -49,10 +49,15 @@ def in_threads(count: int, call: Callable[[int], object]) -> None:
 
 def requests(house: LocalCluster, **labels: str) -> int:
     """Calls that the ranks have answered with these labels."""
+    return counted(house, "moe_requests_total", **labels)
+
+
+def counted(house: LocalCluster, name: str, **labels: str) -> int:
+    """The ranks' counters of this name and with these labels, added up."""
     found = 0
     for target in house.metrics_targets()[1:]:
         with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
-            for line, value in re.findall(r"moe_requests_total\{(.*)\} (\S+)", answer.read().decode()):
+            for line, value in re.findall(rf"{name}\{{(.*)\}} (\S+)", answer.read().decode()):
                 if labels.items() <= dict(re.findall(r'(\w+)="(\w+)"', line)).items():
                     found += int(float(value))
     return found

@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint
 from fake_members import until
 from gpu_ways import batch, opened
 from houses import Alone, house_config
+from lane_calls import counted
 from torch import Tensor
 from torch_blocks import Block, recorded
 
@@ -103,6 +104,37 @@ def test_answers_have_the_bits_of_a_call(way: AttachedDevice, remote: object, al
         way.check()
         for layer, one, answer in answers:
             assert torch.equal(answer, MoeExperts(remote, layer)(*one)), (turn, layer)
+
+
+@pytest.mark.gpu(1)
+def test_rows_of_its_passes_are_counted_as_tokens(
+    house: LocalCluster, way: AttachedDevice, alone: Alone
+) -> None:
+    """Also of runs that were launched before anybody knew how many rows they would have."""
+
+    def found() -> list[tuple[int, int]]:
+        def of(name: str, layer: int) -> int:
+            return counted(house, name, layer=str(layer))
+
+        return [(of("moe_tokens_total", at), of("moe_expert_rows_total", at)) for at in (0, 1)]
+
+    def still() -> list[tuple[int, int]]:
+        """Once nothing of what ran before is yet to be told, which takes a second."""
+        before = found()
+        while True:
+            time.sleep(2.5)
+            if (now := found()) == before:
+                return now
+            before = now
+
+    before, brought = still(), 0
+    for turn, rows in enumerate((1, 5, 16, 1, 1, 1, 1, 1, 40, 2)):
+        for layer in (0, 1):
+            MoeExperts(way, layer)(*batch(alone, rows, seed=turn))
+        brought += rows
+    way.check()
+    wanted = [(tokens + brought, pairs + alone.checkpoint.top_k * brought) for tokens, pairs in before]
+    until(lambda: found() == wanted)
 
 
 def check_replays(

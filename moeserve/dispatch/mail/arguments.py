@@ -77,6 +77,7 @@ POST = Arguments(
     places="u64",
     counts="const int*?",
     totals="u64*?",
+    taken="u64*?",
     slots="int",
     early="int",
     last="int",

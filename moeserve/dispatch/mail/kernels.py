@@ -266,6 +266,7 @@ class OwnerKernels:
                 "places": 0 if living is None else living.places,
                 "counts": None if tally is None else tally.counts,
                 "totals": None if tally is None else tally.totals,
+                "taken": None if tally is None else tally.taken,
                 "slots": 0 if tally is None else len(tally.counts),
                 "early": int(early and self._overlaps),
                 "last": int(last),

@@ -58,7 +58,9 @@ class DeviceTimes:
 
 
 class RowsReading:
-    """What was counted up to a moment; its copy to the host runs behind the steps launched before it."""
+    """What was counted up to a moment; its copy to the host runs behind the steps launched before it. sums:
+    `[2, layers]`, of rows that experts computed and of those that were taken.
+    """
 
     def __init__(self, sums: Tensor) -> None:
         self._host = sums.to("cpu", non_blocking=True)
@@ -68,18 +70,28 @@ class RowsReading:
             self._copied.record()
 
     def read(self) -> list[int]:
-        """Rows since the start, by position of the layer; waits for the copy."""
+        """Rows of experts since the start, by position of the layer; waits for the copy."""
+        return self._read(0)
+
+    def taken(self) -> list[int]:
+        """Likewise rows that a kernel took from device lanes."""
+        return self._read(1)
+
+    def _read(self, at: int) -> list[int]:
         if self._copied is not None:
             self._copied.synchronize()
-        return [int(count) for count in self._host.tolist()]
+        return [int(count) for count in self._host[at].tolist()]
 
 
 class ExpertRows:
-    """(token, expert) rows that a rank's experts computed, counted on the device, by layer; one thread's."""
+    """(token, expert) rows that a rank's experts computed, counted on the device, by layer, and rows that its
+    kernels took from device lanes; one thread's.
+    """
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._tables: dict[int, tuple[Tensor, ...]] = {}  # by slots: a row `[slots]` int64 for each layer
+        # by slots: for each layer a row `[slots + 1]` int64, whose last is of rows that were taken
+        self._tables: dict[int, tuple[Tensor, ...]] = {}
         self._pending: tuple[int, Tensor] | None = None
 
     def take(self, position: int, counts: Tensor) -> None:
@@ -104,14 +116,17 @@ class ExpertRows:
         if slots not in self._tables:
             if counts.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("rows of a recorded step are counted where those of a step were before")
-            table = torch.zeros((self._layers, slots), dtype=torch.int64, device=counts.device)
+            table = torch.zeros((self._layers, slots + 1), dtype=torch.int64, device=counts.device)
             self._tables[slots] = table.unbind()
-        return Tally(counts, self._tables[slots][position])
+        row = self._tables[slots][position]
+        return Tally(counts, row[:-1], row[-1:])
 
     def reading(self) -> RowsReading | None:
         """What was counted so far; None where nothing was."""
         self.count()
-        sums = [torch.stack(table).sum(dim=1) for table in self._tables.values()]
+        sums = list[Tensor]()
+        for table in map(torch.stack, map(list, self._tables.values())):
+            sums.append(torch.stack((table[:, :-1].sum(dim=1), table[:, -1])))
         return RowsReading(torch.stack(sums).sum(dim=0)) if sums else None
 
 

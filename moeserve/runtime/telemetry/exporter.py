@@ -191,9 +191,12 @@ class RankTelemetry(Telemetry):
         """So many steps of a layer were launched ahead for device lanes, and have ended."""
         self._layers[layer].steps.inc(steps)
 
-    def observe_rows(self, layer: int, rows: int) -> None:
-        """So many more rows of a layer were computed, as the device has counted them."""
+    def observe_rows(self, layer: int, rows: int, taken: int) -> None:
+        """So many more rows of a layer were computed, and taken from device lanes, as the device has counted
+        them.
+        """
         self._layers[layer].expert_rows.inc(rows)
+        self._layers[layer].tokens.inc(taken)
 
     def regions(self, read: Callable[[], tuple[int, int]]) -> None:
         """Shared-memory regions, (count, bytes), are read when scraped."""

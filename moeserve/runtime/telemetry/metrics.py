@@ -85,7 +85,7 @@ RANK = (
     _counter("moe_steps_total", "Steps this rank took part in.", "layer"),
     _counter(
         "moe_tokens_total",
-        "Rows this rank's lane brought to steps, but for those that a GPU takes from device lanes.",
+        "Rows this rank's lane brought to steps, of device lanes on a GPU as it counted them a second ago.",
         "layer",
     ),
     _counter(

@@ -63,6 +63,11 @@ def test_rows_are_counted_by_layer_also_when_slots_change() -> None:
     again = rows.reading()
     assert again is not None and again.read() == [6, 0, 6]
     assert since(again.read(), reading.read()) == [0, 0, 2] and since([3, 4], []) == [3, 4]
+    assert again.taken() == [0, 0, 0]
+    for position, counts, taken in ((1, [1, 1], 5), (1, [1, 2, 3], 7), (2, [1, 1], 1)):
+        rows.tally(position, torch.tensor(counts, dtype=torch.int32)).taken.add_(taken)  # as a kernel does
+    last = rows.reading()
+    assert last is not None and last.read() == [6, 0, 6] and last.taken() == [0, 12, 1]
 
 
 @pytest.fixture(scope="module")

@@ -167,10 +167,16 @@ def test_a_step_without_jobs_of_this_lane_waited_for_nobody() -> None:
     assert seen[at("moe_step_phase_duration_seconds_count", phase="compute", rank="0")] == 1
 
 
-def test_rows_that_only_the_device_knows_are_not_counted() -> None:
+def test_rows_that_only_the_device_knows_are_counted_when_it_has_told_them() -> None:
     telemetry = RankTelemetry("m", 0, "0.1.0", {3: ["local"]})
     telemetry.observe_step(record(expert_rows=-1))
-    assert samples(scrape(telemetry))[at("moe_expert_rows_total", layer="3", rank="0")] == 0
+    seen = samples(scrape(telemetry))
+    assert seen[at("moe_expert_rows_total", layer="3", rank="0")] == 0
+    telemetry.observe_rows(3, 80, 10)
+    then = samples(scrape(telemetry))
+    assert then[at("moe_expert_rows_total", layer="3", rank="0")] == 80
+    tokens = at("moe_tokens_total", layer="3", rank="0")
+    assert then[tokens] == seen[tokens] + 10
 
 
 def test_gauges_are_read_when_scraped() -> None:

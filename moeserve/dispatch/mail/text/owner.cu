@@ -270,7 +270,7 @@ DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u64 t
   }
 }
 
-// Gives the answer of the step that was taken last to its caller, and counts the step and its rows. Behind the last step of
+// Gives the answer of the step that was taken last to its caller, and counts the step, its rows and those of experts. Behind the last step of
 // a run it brings the words back. Of a caller's rows in host memory the owner's host says how a pass has ended.
 //
 // READ says that the step's kernels are over, and that whatever is launched behind may write what this reads; DONE that it is
@@ -313,7 +313,10 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   }
   const u64 ended = seen;
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
-  if (blockIdx.x == 0) counted.store(args);
+  if (blockIdx.x == 0) {
+    counted.store(args);
+    if (threadIdx.x == 0 && args.taken && !ended) atomicAdd(args.taken, (u64)count);
+  }
   if (ended == MISFIT) {
     if (blockIdx.x) return;
     __syncthreads();

@@ -126,8 +126,10 @@ class Member:
         epoch = self._held.epoch
         return self._generation.live or None, None if epoch is None else epoch.number
 
-    def observe_rows(self, observe: Callable[[int, int], None]) -> None:
-        """Has `observe` told how many rows of a layer the device has computed since the last time."""
+    def observe_rows(self, observe: Callable[[int, int, int], None]) -> None:
+        """Has `observe` told how many rows of a layer the device has computed since the last time, and how
+        many it has taken from device lanes.
+        """
         self.steps.observe_rows = observe
 
     def weights_version(self) -> int:

@@ -71,9 +71,10 @@ class MemberSteps:
         self.another: Callable[[], bool] = _always  # whether an entry waits for the thread of the steps
         self._apart = 0  # steps in a row that came when the one before was over
         self._attended_until = -math.inf
-        self.observe_rows: Callable[[int, int], None] = _nobody_counts  # by layer, as the device has counted
+        # by layer, as the device has counted: rows of experts, and rows that were taken
+        self.observe_rows: Callable[[int, int, int], None] = _nobody_counts
         self.observe_ran: Callable[[int, int], None] = _nobody_counts  # by layer, of runs of passes
-        self._computed: list[int] = []  # as last read
+        self._computed, self._brought = list[int](), list[int]()  # as last read
         self._finishing = Finishing(rank, send, self._count)
         self._reports = Reports(send)
         # generation, steps and rows of experts of the last report
@@ -287,11 +288,12 @@ class MemberSteps:
 
     def _take_rows(self, computed: RowsReading) -> None:
         """Notes the rows that the device has counted."""
-        now = computed.read()
+        now, taken = computed.read(), computed.taken()
         grown, self._computed = since(now, self._computed), now
-        for layer, rows in zip(self._rank.served.layers, grown, strict=True):
+        more, self._brought = since(taken, self._brought), taken
+        for layer, rows, tokens in zip(self._rank.served.layers, grown, more, strict=True):
             self.expert_rows += rows
-            self.observe_rows(layer, rows)
+            self.observe_rows(layer, rows, tokens)
 
     def close(self) -> None:
         """Finishes what was launched, and reports nothing any more."""
@@ -339,5 +341,5 @@ def _always() -> bool:
     return True
 
 
-def _nobody_counts(layer: int, many: int) -> None:
+def _nobody_counts(layer: int, many: int, taken: int = 0) -> None:
     """Does nothing with rows that were counted on the device, or with steps of runs."""
