@@ -70,7 +70,7 @@ def test_rows_that_a_device_has_counted_are_reported_though_no_step_follows() ->
     sent: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     load = SimpleNamespace(read=lambda: SimpleNamespace(tokens=TOKENS))
     meter = SimpleNamespace(snapshot=lambda now: load)
-    counted = SimpleNamespace(read=lambda: [4, 5])
+    counted = SimpleNamespace(read=lambda: [4, 5], taken=lambda: [2, 1])
     served = SimpleNamespace(layers=(0, 1))
     rank: Any = SimpleNamespace(index=0, meter=meter, served=served, rows_computed=lambda: counted)
     steps = MemberSteps(
@@ -78,6 +78,8 @@ def test_rows_that_a_device_has_counted_are_reported_though_no_step_follows() ->
     )
     ran = list[tuple[int, int]]()
     steps.observe_ran = lambda layer, many: ran.append((layer, many))
+    told = list[tuple[int, int, int]]()
+    steps.observe_rows = lambda layer, rows, taken: told.append((layer, rows, taken))
     steps.ran([0, 1, 0])
     assert ran == [(0, 2), (1, 1)]
     steps.report(1)
@@ -86,7 +88,7 @@ def test_rows_that_a_device_has_counted_are_reported_though_no_step_follows() ->
     while not steps.expert_rows and time.monotonic() < limit:
         time.sleep(0.001)
     steps.report(1)
-    assert sent.get(timeout=SECONDS) == (3, 9)
+    assert sent.get(timeout=SECONDS) == (3, 9) and told[:2] == [(0, 4, 2), (1, 5, 1)]
     steps.report(1)
     steps.report(2)  # of a head that has started again, perhaps
     assert sent.get(timeout=SECONDS) == (3, 9)
