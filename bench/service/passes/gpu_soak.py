@@ -1,6 +1,7 @@
 """Attached callers of a GPU for minutes, every answer compared, while others of their kind do wrong.
 
-    python -m bench.service.passes.gpu_soak [--seconds 600] [--experts 32] [--layers 4] [--out FILE]
+    python -m bench.service.passes.gpu_soak [--seconds 600] [--experts 32] [--layers 4]
+        [--short-rows 16] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, on the first GPU, and callers on the second. Two steady ones
 make forward passes over all layers as fast as they can, of 1 to 64 rows, one as CUDA graphs and one eagerly.
@@ -234,6 +235,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of calling; 600 by default")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--short-rows", type=int, default=0, help="passes.short_rows: steps of up to so many overtake others"
+    )
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
@@ -247,6 +251,7 @@ def main() -> None:
             "model.checkpoint": str(folder),
             "plan.device": "cuda" if gpus else "cpu",
             "passes.share_gpu": gpus == 1,
+            "passes.short_rows": args.short_rows,
             "server.port": 0,
             "server.metrics_port": 0,
         }
@@ -282,7 +287,10 @@ def told(args: argparse.Namespace, found: Watched, sizes: Sizes, gpus: int) -> N
         held |= {f"{name} MiB at first": float(found.first_on_gpus[name]), f"{name} MiB": float(now)}
     held |= {f"gap ms, {turn}": round(1000 * one, 1) for turn, one in found.gaps.items()}
     held |= {f"turns, {turn}": float(count) for turn, count in found.turns.items()}
-    case = f"2 steady callers of {sizes.layers} layers on {where}, {args.seconds:.0f} s, others do wrong"
+    apart = f", steps of up to {args.short_rows} rows on a track of their own" if args.short_rows else ""
+    case = (
+        f"2 steady callers of {sizes.layers} layers on {where}{apart}, {args.seconds:.0f} s, others do wrong"
+    )
     print(json.dumps({"case": case, "bad": bad, "texts": texts[:8]} | held), flush=True)
     unit = "answers wrong, passes failed, callers refused, things that grew, or too long gaps"
     write([Result("gpu_pass_soak", case, float(bad), unit, "lower", 0.0, held)], args.out)
