@@ -38,9 +38,9 @@ def stored(folder: Path, name: str, tensor: Tensor) -> dict[str, object]:
     return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "file": str(file)}
 
 
-def asked(house: LocalCluster, call: Path) -> subprocess.CompletedProcess[str]:
+def asked(address: str, call: Path) -> subprocess.CompletedProcess[str]:
     """Runs the program once."""
-    words = ["node", str(PROGRAM), house.address, str(call)]
+    words = ["node", str(PROGRAM), address, str(call)]
     return subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
@@ -60,7 +60,7 @@ def test_its_rows_have_the_bits_of_the_python_client(
         "answer": str(tmp_path / "answer.bin"),
     }
     (tmp_path / "call.json").write_text(json.dumps(call))
-    done = asked(house, tmp_path / "call.json")
+    done = asked(house.address, tmp_path / "call.json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told == {
@@ -80,6 +80,27 @@ def test_what_the_service_refuses_is_told(tmp_path: Path, house: LocalCluster, a
     call = {name: stored(tmp_path, name, tensor) for name, tensor in tensors.items()}
     whole = {**call, "layer": 99, "answer": str(tmp_path / "answer.bin")}
     (tmp_path / "call.json").write_text(json.dumps(whole))
-    done = asked(house, tmp_path / "call.json")
+    done = asked(house.address, tmp_path / "call.json")
     assert done.returncode == 1
     assert "99" in done.stderr and not (tmp_path / "answer.bin").exists()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "localhost:", "host:http", "host:70000", "::1", "::1:50051", "http://127.0.0.1:1"]
+)
+def test_an_address_without_a_port_is_refused_at_once(tmp_path: Path, address: str) -> None:
+    """gRPC would go to port 443, and say that nobody answers."""
+    (tmp_path / "call.json").write_text("{}")
+    done = asked(address, tmp_path / "call.json")
+    assert done.returncode == 1
+    assert done.stderr == f'"{address}" must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051\n'
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "[::1]:50051", "ipv4:1.1.1.1:1", "ipv6:[::1]:1", "unix:/a", "dns:///a", "dns:a:1"]
+)
+def test_other_addresses_are_taken(address: str) -> None:
+    script = f"require({json.dumps(str(PROGRAM.with_name('client.js')))})"
+    script = f"new ({script}.MoeClient)({json.dumps(address)}).close()"
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr

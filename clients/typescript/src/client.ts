@@ -5,6 +5,7 @@ import * as path from "node:path";
 import * as grpc from "@grpc/grpc-js";
 import * as loader from "@grpc/proto-loader";
 
+import { checkAddress } from "./address";
 import type { ProtoGrpcType } from "./generated/moe";
 import type { FrontServiceClient } from "./generated/moeserve/v1/FrontService";
 import type { ForwardReply__Output } from "./generated/moeserve/v1/ForwardReply";
@@ -39,8 +40,12 @@ export interface Mixed {
 export class MoeClient {
   private readonly front: FrontServiceClient;
 
-  /** @param address host:port of the service. @param maxMessageBytes largest message either way. */
+  /**
+   * @param address host:port of the service. @param maxMessageBytes largest message either way.
+   * Throws RangeError for an address without a port, or an IPv6 one without brackets.
+   */
   constructor(address: string, maxMessageBytes = 256 * 2 ** 20) {
+    checkAddress(address);
     const found = grpc.loadPackageDefinition(loader.loadSync(PROTO, READING)) as unknown as ProtoGrpcType;
     this.front = new found.moeserve.v1.FrontService(address, grpc.credentials.createInsecure(), {
       "grpc.max_receive_message_length": maxMessageBytes,

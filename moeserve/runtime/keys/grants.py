@@ -2,7 +2,8 @@
 
 A line is `ROLES token TOKEN`, `ROLES name NAME` or `ROLES anyone`; roles are separated by commas, and `#`
 begins a comment. Several tokens are valid at once, so that a new one is added before the old one is taken
-out. The file is read again when it changes; one that cannot be read leaves what was read before.
+out. The file is read again when it changes; one that cannot be read leaves what was read before. One that
+was emptied can be read: it grants nothing, so that who empties it locks all callers out.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ class Grants:
         self._looked = 0.0
         self._stamp: Stamp | None = None
         self._granted = _Granted()
+        self._said = ""  # in the log, why the file cannot be used
         self._stamp, self._granted = _read(path)
         _warn_of_readers(path)
+        self._warn_of_nothing()
 
     @property
     def version(self) -> object:
@@ -111,14 +114,30 @@ class Grants:
                 return
             self._stamp, self._granted = _read(self._path)
         except BadGrants as bad:
-            log.error("what was granted before stays: %s", bad)
-            self._stamp = None
+            self._stays(str(bad))
             return
         except OSError as error:
-            log.error("what was granted before stays: %s cannot be read: %s", self._path, error.strerror)
-            self._stamp = None
+            self._stays(f"keys.grants: cannot read {self._path}: {error.strerror}")
             return
+        self._said = ""
         log.info("read %s anew: %d tokens, %d names", self._path, *_counts(self._granted))
+        self._warn_of_nothing()
+
+    def _stays(self, why: str) -> None:
+        """The file cannot be used, which the log says once; it is tried again at the next look."""
+        self._stamp = None
+        if why != self._said:
+            self._said = why
+            log.error("what was granted before stays: %s", why)
+
+    def _warn_of_nothing(self) -> None:
+        granted = self._granted
+        if not (granted.tokens or granted.names or granted.anyone):
+            log.error(
+                "%s grants nothing to anybody: all callers are refused until it has a line again; replace it "
+                "in one go (mv) where that is not meant",
+                self._path,
+            )
 
 
 def _counts(granted: _Granted) -> tuple[int, int]:

@@ -82,9 +82,49 @@ def test_a_file_that_cannot_be_read_leaves_what_was(
         file.unlink()
     else:
         replaced(file, text)
+    for _ in range(3):
+        read_again(grants)
+        assert grants.of_token(OLD) == CALL
+    (said,) = caplog.records
+    assert said.levelname == "ERROR" and str(file) in said.getMessage(), "once, naming the file"
+    assert "what was granted before stays" in said.getMessage()
+    caplog.clear()
+    replaced(file, f"call token {NEW}\n".encode())
     read_again(grants)
-    assert grants.of_token(OLD) == CALL
-    assert "what was granted before stays" in caplog.text
+    assert grants.of_token(NEW) == CALL
+    replaced(file, b"call tokn x")
+    read_again(grants)
+    assert grants.of_token(NEW) == CALL
+    assert "what was granted before stays" in caplog.text, "it is said anew after one that can be used"
+
+
+@pytest.mark.parametrize("text", [b"", b"\n  \n# call token none\n"], ids=["emptied", "comments"])
+def test_who_empties_the_file_locks_all_callers_out(
+    file: Path, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens that stayed valid would let in whom the operator means to lock out."""
+    grants = Grants(str(file))
+    assert grants.of_token(OLD) == CALL and not caplog.records
+    file.write_bytes(text)
+    for _ in range(3):
+        read_again(grants)
+        with pytest.raises(NotAuthenticated):
+            grants.of_token(OLD)
+        assert not grants.of_names(["ops.example"]) and not grants.of_anyone()
+    (said,) = caplog.records
+    assert said.levelname == "ERROR"
+    assert f"{file} grants nothing to anybody: all callers are refused" in said.getMessage()
+    replaced(file, f"call token {NEW}\n".encode())
+    read_again(grants)
+    assert grants.of_token(NEW) == CALL
+
+
+def test_a_file_that_grants_nothing_is_named_at_the_start(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_bytes(b"")
+    Grants(str(file))
+    assert f"{file} grants nothing to anybody" in caplog.text
 
 
 @pytest.mark.parametrize(
