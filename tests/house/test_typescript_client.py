@@ -86,7 +86,8 @@ def test_what_the_service_refuses_is_told(tmp_path: Path, house: LocalCluster, a
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "localhost:", "host:http", "host:70000", "::1", "::1:50051", "http://127.0.0.1:1"]
+    "address",
+    ["127.0.0.1", "localhost:", "host:http", "host:70000", "::1", "::1:50051", "http://127.0.0.1:1"],
 )
 def test_an_address_without_a_port_is_refused_at_once(tmp_path: Path, address: str) -> None:
     """gRPC would go to port 443, and say that nobody answers."""
@@ -97,10 +98,13 @@ def test_an_address_without_a_port_is_refused_at_once(tmp_path: Path, address: s
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:1", "[::1]:50051", "ipv4:1.1.1.1:1", "ipv6:[::1]:1", "unix:/a", "dns:///a", "dns:a:1"]
+    "address",
+    ["127.0.0.1:1", "[::1]:50051", "ipv4:1.1.1.1:1", "ipv6:[::1]:1", "unix:/a", "dns:///a", "dns:a:1"],
 )
 def test_other_addresses_are_taken(address: str) -> None:
     script = f"require({json.dumps(str(PROGRAM.with_name('client.js')))})"
     script = f"new ({script}.MoeClient)({json.dumps(address)}).close()"
-    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        ["node", "-e", script], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -316,7 +316,7 @@ class Head(Protocol):
 
     @property
     def since(self) -> float:
-        """When its process was started, on the monotonic clock: it knows nobody who came before."""
+        """When its process was last to start, on the monotonic clock: it knows nobody who came before."""
 
     def seats(self) -> Mapping[int, Seated]:
         """The ranks that are connected now."""

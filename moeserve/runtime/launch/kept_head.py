@@ -43,7 +43,6 @@ LOOK_SECONDS = 0.1  # between two looks whether the head's process runs
 LEAST_SILENT_SECONDS = 5.0  # before a head that runs is killed, however short its probes' patience is
 STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
 BACKLOG = 1024  # ranks that come between two heads
-AWAY = Now("forming", "the head has ended, and is started again", {}, (), None)
 
 
 class KeptHead:
@@ -328,20 +327,23 @@ class KeptHead:
         start = replace(self._spec.start, again=True, wanted=self._wanted, used=self._used)
         self._spec = replace(self._spec, start=start)
         why = f"it ended with {self._ended()}"
-        if not self._serves_since_start:  # as the one before it, perhaps
-            self._stopping.wait(self._pauses.next())
-        while time.monotonic() - began < seconds and self._may_start():
+        pauses = not self._serves_since_start  # as the one before it, perhaps
+        while True:
+            self.since = time.monotonic()  # before nobody is seated: no rank is late while there is no head
+            with self._told:
+                self._now = Now("forming", f"the head has ended, and is started again: {why}", {}, (), None)
+            if pauses:
+                self._stopping.wait(self._pauses.next())
+            if time.monotonic() - began >= seconds or not self._may_start():
+                break
             if late := self._too_long_without():
                 self._failed = f"{late}: {why}"
                 break
             log.warning("the head does not run: %s; it is started again", why)
-            with self._told:
-                self._now = AWAY
-            why = self._start_one(began + seconds)
+            why, pauses = self._start_one(began + seconds), True
             if not why:
                 log.info("the head listens again after %.2f s", time.monotonic() - began)
                 return True
-            self._stopping.wait(self._pauses.next())
         if self._stopping.is_set():
             log.error("the head is not started again while the service stops: %s", why)
         else:

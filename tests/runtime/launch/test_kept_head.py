@@ -17,7 +17,9 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch import kept_head
 from moeserve.runtime.launch.head_child import HeadSpec, Living, Now, Stop, Up
+from moeserve.runtime.launch.head_process import Seated
 from moeserve.runtime.launch.kept_head import KeptHead
+from moeserve.runtime.launch.local_cluster import LocalRanks
 from moeserve.runtime.sections import ClusterConfig, ModelConfig, ServerConfig
 
 SECONDS = 10.0
@@ -36,6 +38,7 @@ class Heads:
         self.serving, self.lasts = True, SECONDS
         self.beats = True  # it says all the time that it is alive
         self.aborted = ""  # why its last generation ended
+        self.seats: dict[int, Seated] = {}  # who is connected
         self.listens = True
         self.stops = True  # told to stop, it does; it dies otherwise
 
@@ -52,7 +55,7 @@ class FakeHead:
 
     def __init__(self, heads: Heads, spec: HeadSpec, pipe: Connection) -> None:
         self._heads, self.spec, self._pipe = heads, spec, pipe
-        self.pid, self.sentinel, self.exitcode = os.getpid(), 0, None
+        self.pid, self.sentinel, self.exitcode = os.getpid(), 0, -9
         self.living, self.said = dict(spec.living), list[type]()
         self.killed, self._over = threading.Event(), threading.Event()
 
@@ -69,7 +72,7 @@ class FakeHead:
             return
         self._pipe.send(Up("127.0.0.1:1", ""))
         state = "serving" if self._heads.serving else "forming"
-        now = Now(state, "", {}, (), RANKS, versions=3, aborted=self._heads.aborted)
+        now = Now(state, "", self._heads.seats, (), RANKS, versions=3, aborted=self._heads.aborted)
         self._pipe.send(now)
         until = time.monotonic() + self._heads.lasts
         while not self.killed.is_set() and time.monotonic() < until:
@@ -125,6 +128,14 @@ def hold_up(heads: Heads, slow: Any) -> None:
         assert slow.go_on.wait(SECONDS)
 
     heads.before_start = wait
+
+
+def refuse(heads: Heads, slow: Any) -> None:
+    def fail() -> None:
+        slow.begun.set()
+        raise OSError("Resource temporarily unavailable")
+
+    heads.before_start = fail
 
 
 def test_a_rank_that_is_started_again_while_the_head_is_is_known_to_the_new_one(slow: Any) -> None:
@@ -278,5 +289,46 @@ def test_a_start_that_takes_too_long_names_what_a_rank_reported_last() -> None:
         until(lambda: bool(kept._now.aborted))
         with pytest.raises(TimeoutError, match=r"did not serve within .*; before: rank 1: .* no such tensor"):
             kept.wait_serving(0.05)
+    finally:
+        kept.stop()
+
+
+@pytest.mark.parametrize("how", [hold_up, refuse], ids=["slowly", "not yet"])
+def test_no_rank_is_late_for_a_head_that_is_only_being_started(
+    slow: Any, how: Callable[[Heads, Any], None]
+) -> None:
+    """Ranks that serve for longer than `cluster.begin_seconds` were killed between two heads."""
+    heads = Heads()
+    heads.seats = {rank: Seated(os.getpid(), 1) for rank in RANKS}
+    kept = kept_by(heads)
+    ranks = LocalRanks(kept._config, kept, None)  # type: ignore[arg-type]
+    kept.start()
+    try:
+        until(lambda: bool(kept.seats()))
+        began = kept._config.cluster.begin_seconds
+        ranks._processes = dict.fromkeys(RANKS, SimpleNamespace(pid=os.getpid(), runs=True))
+        ranks._began = dict.fromkeys(RANKS, time.monotonic() - 2 * began)
+        kept.since -= 2 * began
+        assert ranks._standing() == []
+        how(heads, slow)
+        heads.made[0].kill()
+        assert slow.begun.wait(SECONDS)
+        assert kept.seats() == {} and ranks._standing() == []
+        state, why = kept.state()
+        assert state == "forming" and why.startswith("the head has ended, and is started again: it")
+    finally:
+        slow.go_on.set()
+        kept.stop()
+
+
+def test_a_start_whose_heads_end_says_how_they_did() -> None:
+    heads = Heads()
+    heads.serving, heads.lasts = False, 0.01
+    kept = kept_by(heads)
+    kept.start()
+    try:
+        until(lambda: "ended with" in kept.state()[1])
+        with pytest.raises(TimeoutError, match=r"did not serve within .*: the head has ended.*ended with -9"):
+            kept.wait_serving(0.0)
     finally:
         kept.stop()
