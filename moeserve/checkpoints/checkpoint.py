@@ -27,7 +27,6 @@ from moeserve.checkpoints.layer import StoredLayer
 from moeserve.checkpoints.load_as import keeps, scheme_to_load_as
 from moeserve.checkpoints.names import LayerNames, Numbers, correction_biases, expert_layers
 from moeserve.checkpoints.nearest import in_its_place
-from moeserve.checkpoints.read_ahead import read_ahead
 from moeserve.checkpoints.reading import copy_expert
 from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json, values_of
 from moeserve.experts.batch import ExpertShape, ExpertWeights
@@ -194,9 +193,10 @@ class Checkpoint:
     def read_ahead(self, layer: int, ids: Sequence[int]) -> int:
         """Asks the operating system for the experts `ids` of `layer`, to be read soon; waits for nothing.
 
-        Returns the bytes that were asked for. Raises ValueError for an unknown layer.
+        Returns the bytes that were asked for. Raises ValueError for an unknown layer, CheckpointError for
+        files that are gone, or have changed.
         """
-        return read_ahead(self._stored(layer).spans(ids))
+        return self._store.read_ahead(self._stored(layer).spans(ids))
 
     def _stored(self, layer: int) -> StoredLayer:
         if layer not in self._layers:

@@ -7,7 +7,7 @@ them. Told early, the kernel reads a layer's experts from all shards while the l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,23 +36,16 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def read_ahead(spans: Iterable[Span]) -> int:
+def read_ahead(spans: Iterable[Span], descriptor: Callable[[Path], int]) -> int:
     """Asks for the bytes of `spans` without waiting for them; returns how many bytes were asked for.
 
-    Where the system has no such call nothing is asked for. OSError: a file that cannot be opened.
+    descriptor: an open file. Where the system has no such call nothing is asked for. Raises what that raises.
     """
     advise = getattr(os, "posix_fadvise", None)
     if advise is None:
         return 0
     asked = 0
-    opened: dict[Path, int] = {}
-    try:
-        for span in merged(spans):
-            if span.file not in opened:
-                opened[span.file] = os.open(span.file, os.O_RDONLY)
-            advise(opened[span.file], span.start, span.stop - span.start, os.POSIX_FADV_WILLNEED)
-            asked += span.stop - span.start
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
+    for span in merged(spans):
+        advise(descriptor(span.file), span.start, span.stop - span.start, os.POSIX_FADV_WILLNEED)
+        asked += span.stop - span.start
     return asked

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moeserve.checkpoints.read_ahead import Span, read_ahead
 from moeserve.proto.texts import clipped
 
 INDEX = "model.safetensors.index.json"
@@ -89,6 +90,12 @@ class Entry:
     start: int = 0  # of its bytes in the file
 
 
+Version = tuple[int, int]
+"""A file's size, and when it was written last. Its number is no part of it: some file systems make up another
+one each time that a file is opened.
+"""
+
+
 class TensorStore:
     """Every tensor of a checkpoint directory, from one safetensors file or from the shards of an index.
 
@@ -102,6 +109,7 @@ class TensorStore:
         self.bytes_read = 0
         self._mapped: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}  # kept: what a path names may change
+        self._versions: dict[Path, Version] = {}  # of the files whose headers were read
         weakref.finalize(self, _close, self._descriptors)
         index = directory / INDEX
         placed = _weight_map(index) if index.is_file() else {}
@@ -115,7 +123,7 @@ class TensorStore:
                 raise CheckpointError(f"{index} places tensor {name} in {file}, which does not hold it")
 
     def _add(self, file: Path) -> None:
-        for name, entry in _header(file):
+        for name, entry in _header(file, self._versions):
             if name in self.entries:
                 other = self.entries[name].file
                 places = f"{other.name} and {file.name}" if other != file else f"the header of {file.name}"
@@ -142,16 +150,41 @@ class TensorStore:
         """
         self._mapped = {}
 
+    def read_ahead(self, spans: Iterable[Span]) -> int:
+        """Asks the system for bytes of the files, as `read_ahead` does. Raises CheckpointError."""
+        return read_ahead(spans, self._descriptor)
+
+    def _descriptor(self, file: Path) -> int:
+        """A file, open for as long as this is there. Raises CheckpointError where it is gone and was not
+        opened before, and where it is not as it was when its header was read.
+        """
+        if file not in self._descriptors:
+            try:
+                with opened(file) as stream:
+                    ours = os.dup(stream.fileno())
+            except OSError as error:
+                raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+            if self._descriptors.setdefault(file, ours) != ours:
+                os.close(ours)  # another thread was first
+        found = self._descriptors[file]
+        if _version_of(found) != self._versions[file]:
+            raise CheckpointError(
+                f"{file} has changed since this process read its header: weights of two versions would be "
+                "mixed. Write checkpoints to folders of their own and reload them; start the service anew to "
+                "serve what is there now"
+            )
+        return found
+
     def _map(self, file: Path) -> Any:
         mapped, found = self._mapped, self._mapped.get(file)
         if found is None:
-            if file not in self._descriptors:
-                with opened(file) as stream:
-                    ours = os.dup(stream.fileno())
-                if self._descriptors.setdefault(file, ours) != ours:
-                    os.close(ours)  # another thread was first
-            found = mapped[file] = safe_open(f"/proc/self/fd/{self._descriptors[file]}", framework="pt")
+            found = mapped[file] = safe_open(f"/proc/self/fd/{self._descriptor(file)}", framework="pt")
         return found
+
+
+def _version_of(descriptor: int) -> Version:
+    about = os.fstat(descriptor)
+    return about.st_size, about.st_mtime_ns
 
 
 def _close(descriptors: dict[Path, int]) -> None:
@@ -175,14 +208,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     return placed
 
 
-def _header(file: Path) -> Iterator[tuple[str, Entry]]:
-    """Returns the tensors that `file` declares, after checking that the file is as long as they need."""
+def _header(file: Path, versions: dict[Path, Version]) -> Iterator[tuple[str, Entry]]:
+    """Returns the tensors that `file` declares, after checking that the file is as long as they need; notes
+    its version.
+    """
     try:
         check_fetched(file)
     except OSError as error:  # as a link of a hub cache whose blob is gone
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     with opened(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
+        size, _ = versions[file] = _version_of(stream.fileno())
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
             raise CheckpointError(
