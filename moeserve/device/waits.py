@@ -17,7 +17,7 @@ from moeserve.device.arguments import Argument
 from moeserve.device.residency import resident_blocks
 
 WAIT_SECONDS = 10.0
-"""The longest that a block waits for the others of its launch.
+"""The longest that a block waits for the others of its launch, unless `wait_at_most` has said so.
 
 A launch takes milliseconds, and under a sanitizer seconds; a dispatcher waits 30 s for a peer by default.
 """
@@ -30,6 +30,12 @@ FIELDS = {
     "spoiled": "u32*",  # the device's, likewise: see `spoiled_word`
 }
 """The arguments of a kernel whose blocks wait for each other."""
+
+
+def wait_at_most(seconds: float) -> None:
+    """Blocks wait for so long, of kernels that are launched or recorded from here on."""
+    global WAIT_SECONDS
+    WAIT_SECONDS = seconds
 
 
 class GridWait:
@@ -52,9 +58,9 @@ class GridWait:
         self._spoiled.zero_()
         raise RuntimeError(
             f"{self._kernel}: blocks of a launch of up to {resident_blocks(self._device)} waited "
-            f"{WAIT_SECONDS:g} s for others that did not run, and its answer is wrong; probably another "
-            f"kernel holds multiprocessors of {self._device}: raise members.held_multiprocessors to as many "
-            "as it holds"
+            f"{WAIT_SECONDS:g} s (step.blocks_seconds) for others that did not run, and its answer is wrong; "
+            f"probably another kernel holds multiprocessors of {self._device}: raise "
+            "members.held_multiprocessors to as many as it holds"
         )
 
 

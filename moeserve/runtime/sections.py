@@ -71,6 +71,7 @@ class PlanConfig:
     device: str = AUTO  # auto, cpu, cuda
     measure: str = AUTO  # dispatchers at start, where several fit: auto (on GPUs), always, never
     costs: str = ""  # folder for what was measured; the user's cache folder when empty
+    measure_timeout_seconds: float = 300.0  # for a rank to build and measure, while the others wait for it
 
     @property
     def wanted(self) -> Wanted:
@@ -92,6 +93,8 @@ class StepConfig:
     )
     due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
+    finish_seconds: float = 120.0  # for launched steps to end on their device; at least 2 timeout_seconds
+    blocks_seconds: float = 10.0  # for which blocks of a kernel wait for those that have yet to begin
     late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
     graph_rows: int = 2048  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
@@ -100,6 +103,11 @@ class StepConfig:
     def patience(self) -> float:
         """Seconds a dispatcher waits for a rank before it names it late."""
         return self.late_seconds or self.timeout_seconds
+
+    @property
+    def finishing(self) -> float:
+        """Seconds for launched steps to end, which may wait in a collective."""
+        return max(self.finish_seconds, 2 * self.timeout_seconds)
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,8 @@ class ClusterConfig:
     end_seconds: float = (
         60.0  # for a rank's process to end, once it has stopped; then it kills itself; 0: never
     )
+    stop_seconds: float = 10.0  # for ranks that were told to stop to end; then they are killed
+    watch_seconds: float = 5.0  # for a node's watch to answer under Ray; then Ray is asked for the node
     ring_bytes: int = 1 << 18  # of memory that head and a rank of its host share, each way; 0: they use TCP
     spin_seconds: float = 0.0  # that a reader of a ring looks again and again; only with cores to spare
     head_seconds: float = 60.0  # for which ranks look for a head that has ended; then they stop

@@ -195,6 +195,13 @@ def test_a_late_rank_is_waited_for_ten_seconds_unless_said_otherwise() -> None:
     assert Config().step.patience == 10.0
 
 
+def test_launched_steps_have_longer_to_end_than_a_collective_in_one_may_wait() -> None:
+    step = Config().with_values({"step.finish_seconds": 90.0, "step.timeout_seconds": 40.0}).step
+    assert step.finishing == 90.0
+    assert replace(step, timeout_seconds=50.0).finishing == 100.0
+    assert Config().step.finishing == 120.0
+
+
 @pytest.mark.parametrize("name", ["", "fp8_per_block", "nvfp4 x bf16", "mxfp4"])
 def test_names_of_schemes_to_load_as_are_taken(name: str) -> None:
     config = Config().with_values({"model.checkpoint": "x", "model.load_as": name}).checked()

@@ -12,9 +12,6 @@ from moeserve.dispatch.group import GroupKind, end_group, group_beside
 
 T = TypeVar("T")
 
-AGREE_SECONDS = 300.0
-"""Within which a rank has done its part, a library that compiles at first use included."""
-
 
 def gathered(mine: Any, group: ProcessGroup | None) -> list[Any]:
     """`mine` of every member, by position, pickled. Collective over `group`; None: this member is alone."""
@@ -32,16 +29,17 @@ class RankFailed(RuntimeError):
 class Agreement:
     """Work that went well on all ranks or on none, past the collectives that a failed rank leaves unanswered.
 
-    Making one is collective over `group`; None: this member is alone. On a GPU ranks tell each other over the
+    Making one is collective over `group`; None: this member is alone. within: seconds for a rank to do its
+    part, a library that compiles at first use included. On a GPU ranks tell each other over the
     CPU: a dispatcher only launches its collectives, so the ranks that wait in them on the device can still
     listen, by a group that is formed beside `group`.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, within: float = 300.0) -> None:
         self._group = group
         self._own = group is not None and dist.get_backend(group) != "gloo"
         if group is not None and self._own:
-            self._group = group_beside(group, GroupKind("gloo", AGREE_SECONDS))
+            self._group = group_beside(group, GroupKind("gloo", within))
 
     def agreed(self, work: Callable[[], T]) -> T:
         """What `work` gives here, once it went well on all ranks; all raise RankFailed otherwise."""

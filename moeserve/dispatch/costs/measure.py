@@ -56,8 +56,11 @@ class Measured:
     refused: tuple[tuple[str, str, str], ...]  # (dispatcher, wire, why it could not be built)
 
 
-def measure(candidates: Sequence[Candidate], seconds: float, group: ProcessGroup | None) -> Measured:
+def measure(
+    candidates: Sequence[Candidate], seconds: float, group: ProcessGroup | None, within: float = 300.0
+) -> Measured:
     """Times every candidate in about `seconds` altogether; each is built, measured and closed in its turn.
+    within: seconds for a rank to do so with one, while the others wait for it.
 
     Collective over `group`, None for one that is alone: all bring the same candidates and get the same
     answer. What a dispatcher does once, such as compiling or connecting, comes on top. A dispatcher that some
@@ -67,7 +70,7 @@ def measure(candidates: Sequence[Candidate], seconds: float, group: ProcessGroup
     """
     costs: dict[Candidate, DispatcherCost] = {}
     refused = []
-    agreement = Agreement(group)
+    agreement = Agreement(group, within)
     for candidate in candidates:
         name, wire = candidate.entry.name, candidate.spec.wire.name
         began = time.perf_counter()

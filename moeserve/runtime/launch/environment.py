@@ -13,6 +13,7 @@ import torch
 
 from moeserve.device.machine import Machine, machine_named, this_machine, torch_device
 from moeserve.device.residency import hold
+from moeserve.device.waits import wait_at_most
 from moeserve.dispatch.backends import dispatcher_named
 from moeserve.proto.heap import Trimming, keep_freed_memory
 from moeserve.runtime.config import Config
@@ -37,6 +38,7 @@ def own_device(config: Config, machine: Machine, at: int) -> str:
     if device != "cpu":
         torch.cuda.set_device(device)
         hold(device, config.members.held_multiprocessors)
+    wait_at_most(config.step.blocks_seconds)
     return device
 
 

@@ -41,7 +41,7 @@ IMPORTED = (run_rank.__module__, run_head.__module__, "triton", "cuda.bindings.d
 LANES_HOST = "127.0.0.1"
 """Where lanes and control streams listen, whatever `server.host` says: all of it is on this machine."""
 
-STOP_SECONDS = 10.0
+STOP_SECONDS = 10.0  # for a process that was killed, or for the thread that watches, to end
 WATCH_SECONDS = 0.1
 
 
@@ -82,7 +82,7 @@ class LocalRanks:
         self._end_watching()
         with self._lock:
             processes = list(self._processes.values())
-        until = time.monotonic() + STOP_SECONDS
+        until = time.monotonic() + self._config.cluster.stop_seconds
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
         late = [process for process in processes if process.runs]
@@ -197,7 +197,7 @@ class LocalRanks:
         """Whether the process of a rank that was told to stop has ended; it is killed if it does not."""
         process, now = self._processes[rank], time.monotonic()
         since = self._retiring.setdefault(rank, now)
-        if process.runs and now > since + STOP_SECONDS:
+        if process.runs and now > since + self._config.cluster.stop_seconds:
             log.warning("rank process %s does not stop; it is killed", process.pid)
             process.kill()
         return not process.runs

@@ -27,7 +27,6 @@ from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.served import served_from
 
-LIMIT_SECONDS = 300.0  # for all of it: processes, libraries that compile, and the measuring
 LAST_WORDS_SECONDS = 2.0  # for the others once one rank has failed: theirs may be the cause
 
 
@@ -72,7 +71,8 @@ def measured_here(config: Config, seconds: float) -> list[Costs]:
                 with openmp.for_ranks():  # what is measured is what ranks do
                     process.start()
                 end.close()  # so that a dead child reads as end of file
-            found: list[Costs] = _collected([mine for mine, _ in pipes], time.monotonic() + LIMIT_SECONDS)[0]
+            limit = config.plan.measure_timeout_seconds
+            found: list[Costs] = _collected([mine for mine, _ in pipes], limit)[0]
             return found
         finally:
             for process in processes:
@@ -82,15 +82,17 @@ def measured_here(config: Config, seconds: float) -> list[Costs]:
                     process.join()
 
 
-def _collected(pipes: Sequence[Connection], deadline: float) -> list[Any]:
-    """What every rank sent. Raises MeasuringFailed with what failed, by rank."""
+def _collected(pipes: Sequence[Connection], limit: float) -> list[Any]:
+    """What every rank sent within so many seconds. Raises MeasuringFailed with what failed, by rank."""
+    deadline = time.monotonic() + limit
     answers: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = dict(enumerate(pipes))
     while waiting:
         ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            failures |= dict.fromkeys(waiting, "did not finish in time")
+            within = "in time" if failures else f"within plan.measure_timeout_seconds = {limit:g}"
+            failures |= dict.fromkeys(waiting, f"did not finish {within}")
             break
         for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
             try:

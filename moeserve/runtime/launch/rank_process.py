@@ -198,6 +198,7 @@ class _RankProcess:
         self.member.order.late_seconds = config.step.patience
         self.member.observe_rows(self._telemetry.observe_rows)
         self.member.steps.observe_ran = self._telemetry.observe_ran
+        self.member.steps.finish_within(config.step.finishing)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         self._regions.together = self.member.announce_together
         unread = unread_seconds(config.balance.move_bytes_per_second)

@@ -45,6 +45,7 @@ class Costing:
     seconds: float = 0.0  # of measuring; 0: what a start may take
     graph_rows: int = 0  # steps of up to so many rows a lane are replayed from CUDA graphs
     held: int = 0  # multiprocessors of each GPU that grids leave to others
+    within: float = 300.0  # seconds for a rank to build and measure, while the others wait for it
 
     def counts(self, plan: Plan) -> bool:
         """Whether cost has a say in `plan`: dispatchers to choose from, on a device where it is asked."""
@@ -85,7 +86,13 @@ class Costing:
 def costing_of(config: Config) -> Costing:
     """How dispatchers are chosen by cost under `config`."""
     plan, held = config.plan, config.members.held_multiprocessors
-    return Costing(plan.measure, plan.costs, graph_rows=config.step.graph_rows, held=held)
+    return Costing(
+        plan.measure,
+        plan.costs,
+        graph_rows=config.step.graph_rows,
+        held=held,
+        within=plan.measure_timeout_seconds,
+    )
 
 
 TABLE_ORDER = Costing()
@@ -135,7 +142,7 @@ class CostBook:
             began, seconds = time.perf_counter(), self._costing.seconds or SECONDS[plan.machine.device]
             graph_rows = self._costing.graph_rows
             candidates = [Candidate(span.dispatcher, spec_of(plan, span), graph_rows) for span in missing]
-            measured = measure(candidates, seconds, group)
+            measured = measure(candidates, seconds, group, self._costing.within)
             costs = costs.plus(measured.costs, measured.refused)
             if group.rank() == 0:
                 self._keep(costs, time.perf_counter() - began)

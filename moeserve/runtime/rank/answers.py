@@ -21,7 +21,9 @@ MOST_RUNS = 8
 """Runs and steps that were launched, of which another run waits: its answers lie in its caller's memory."""
 
 FINISH_SECONDS = 120.0
-"""Within which a launched step has to end. Dispatchers and process groups end their own waits long before."""
+"""Within which a launched step has to end by default. Dispatchers and process groups end their own waits long
+before.
+"""
 
 
 class InOrder:
@@ -37,6 +39,7 @@ class InOrder:
         self._closed = False  # acts that come now are done by who brings them
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self.seconds = FINISH_SECONDS  # within which what waits here has to end
 
     @property
     def unfinished(self) -> int:
@@ -90,10 +93,10 @@ class InOrder:
             self._acts.put(None)
 
     def _wait_for(self, true: Callable[[], bool]) -> None:
-        if not self._changed.wait_for(true, FINISH_SECONDS):
+        if not self._changed.wait_for(true, self.seconds):
             raise TimeoutError(
-                f"{self._unfinished} launched steps have not ended within {FINISH_SECONDS:g} s: the device "
-                "does not come to the end of its work"
+                f"{self._unfinished} launched steps have not ended within {self.seconds:g} s "
+                "(step.finish_seconds): the device does not come to the end of its work"
             )
 
     def _run(self) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from moeserve.device import waits
 from moeserve.device.machine import machine_named
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch import environment
@@ -21,6 +22,13 @@ def test_multiprocessors_are_held_before_a_rank_launches_anything(monkeypatch: p
     config = Config().with_values({"members.held_multiprocessors": 12})
     device = environment.own_device(config, machine_named("h200"), 0)
     assert done == ["cuda:0", ("cuda:0", 12)] and device == "cuda:0"
+
+
+def test_blocks_wait_for_others_for_as_long_as_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "WAIT_SECONDS", waits.WAIT_SECONDS)
+    config = Config().with_values({"step.blocks_seconds": 25.0})
+    environment.own_device(config, machine_named("cpu", ()), 0)
+    assert waits.WAIT_SECONDS == 25.0
 
 
 def test_a_cpu_has_none_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:

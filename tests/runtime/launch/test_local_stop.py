@@ -21,7 +21,8 @@ def test_a_rank_that_is_just_being_started_again_is_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint("qwen3_moe", tmp_path)
-    cluster = local_cluster.LocalCluster(house_config(tmp_path))
+    config = house_config(tmp_path, cluster__stop_seconds=1.0)  # to end by itself, which it does not
+    cluster = local_cluster.LocalCluster(config)
     begun, go_on, made = threading.Event(), threading.Event(), list["Process"]()
 
     class Process:
@@ -49,7 +50,6 @@ def test_a_rank_that_is_just_being_started_again_is_ended_too(
             self.alive = False
 
     monkeypatch.setattr(cluster.ranks._context, "Process", Process)
-    monkeypatch.setattr(local_cluster, "STOP_SECONDS", 1.0)  # for it to end by itself, which it does not
     monkeypatch.setattr(cluster.head.coordinator, "wait_serving", lambda seconds: None)
     stopping = threading.Thread(target=cluster.stop)
     cluster.start()

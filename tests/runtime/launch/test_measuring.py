@@ -10,9 +10,12 @@ from multiprocessing.connection import Connection
 import pytest
 
 from moeserve.device.machine import machine_named
+from moeserve.dispatch.costs import agreement
+from moeserve.dispatch.costs.measure import measure
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch import measuring
 from moeserve.runtime.launch.measuring import MeasuringFailed, _collected, measured_here
+from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.sections import ConfigError
 
 Ends = tuple[list[Connection], list[Connection]]
@@ -32,7 +35,7 @@ def test_answers_come_by_rank(ends: Ends) -> None:
     read, write = ends
     for rank in (2, 0, 1):
         write[rank].send((f"of {rank}", ""))
-    assert _collected(read, time.monotonic() + 5) == ["of 0", "of 1", "of 2"]
+    assert _collected(read, 5.0) == ["of 0", "of 1", "of 2"]
 
 
 def test_every_rank_that_failed_is_named_with_its_reason(ends: Ends) -> None:
@@ -41,7 +44,7 @@ def test_every_rank_that_failed_is_named_with_its_reason(ends: Ends) -> None:
     write[1].close()
     write[2].send(("of 2", ""))
     with pytest.raises(MeasuringFailed, match="rank 0: ValueError: no room; rank 1: ended without a word"):
-        _collected(read, time.monotonic() + 5)
+        _collected(read, 5.0)
 
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +53,32 @@ def test_a_rank_that_hangs_is_not_waited_for_for_ever(ends: Ends, monkeypatch: p
     write[1].send((None, "RuntimeError: gone"))
     began = time.monotonic()
     with pytest.raises(MeasuringFailed, match="rank 0: did not finish in time; rank 1: RuntimeError: gone"):
-        _collected(read, began + 60)
+        _collected(read, 60.0)
     assert time.monotonic() - began < 5
+
+
+def test_ranks_that_take_too_long_are_told_with_the_key_that_gives_them_longer(ends: Ends) -> None:
+    read, write = ends
+    write[2].send(("of 2", ""))
+    late = "did not finish within plan.measure_timeout_seconds = 0.05"
+    with pytest.raises(MeasuringFailed, match=f"rank 0: {late}; rank 1: {late}"):
+        _collected(read, 0.05)
+
+
+def test_ranks_measure_for_as_long_as_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def kind(backend: str, seconds: float) -> object:
+        given.append(seconds)
+        return None
+
+    monkeypatch.setattr(agreement, "GroupKind", kind)
+    monkeypatch.setattr(agreement, "group_beside", lambda group, kind: group)
+    monkeypatch.setattr(agreement, "end_group", lambda group: None)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    costing = costing_of(Config().with_values({"plan.measure_timeout_seconds": 900.0}))
+    measure((), 1.0, object(), costing.within)  # type: ignore[arg-type]
+    assert given == [900.0]
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ def actors() -> Any:
     """Actors of a group without a rank; a test puts its own in their place."""
     told = list[dict[int, RankProcess]]()
     head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append, wanted=set)
-    cluster = ClusterConfig(begin_seconds=SECONDS)
+    cluster = ClusterConfig(begin_seconds=SECONDS, stop_seconds=7.0, watch_seconds=0.2)
     config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)), cluster=cluster)
     nobody: Any = None
     return ray_ranks.RankActors(config, head, nobody, {})
@@ -115,3 +116,36 @@ def test_the_thread_looks_at_once_when_the_head_gives_a_process_up_and_often_unt
         actors._ended.set()
         actors._news.set()
         actors._watching.join(SECONDS)
+
+
+def test_ranks_that_are_told_to_stop_have_so_long_to_end(
+    actors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, killed = list[float](), list[ray_ranks._Actor]()
+    monkeypatch.setattr(ray_ranks.ray, "wait", lambda ends, num_returns, timeout: waited.append(timeout))
+    monkeypatch.setattr(actors, "_kill", killed.append)
+    actors._actors = {0: placed(7, "host a")}
+    actors._actors[0].ended = "its end"
+    actors.stop()
+    assert waited == [7.0] and killed == [actors._actors[0]]
+
+
+def test_a_node_whose_watch_does_not_answer_is_asked_for(
+    actors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def lives(node: str) -> bool:
+        asked.append(node)
+        return True
+
+    monkeypatch.setattr(node_watches, "is_ready", lambda answer: False)
+    monkeypatch.setattr(node_watches, "_lives", lives)
+    now = time.monotonic()
+    watch = node_watches.NodeWatch("its watch", now, now + SECONDS, answer="not yet")
+    actors._watches._watches["a node"] = watch
+    actors._watches.look()
+    assert not asked
+    watch.late_at = now - 0.3  # more than cluster.watch_seconds
+    actors._watches.look()
+    assert asked == ["a node"]

@@ -248,10 +248,12 @@ def test_a_step_that_finds_no_place_to_be_finished_gives_memory_back(
 ) -> None:
     for number in range(1, MOST_UNFINISHED + 1):
         running.call(number)
-    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.05)
-    with pytest.raises(TimeoutError, match="3 launched steps have not ended"):
+    running.steps.finish_within(0.05)
+    with pytest.raises(
+        TimeoutError, match=r"3 launched steps have not ended within 0.05 s \(step.finish_seconds"
+    ):
         running.call(MOST_UNFINISHED + 1)
-    monkeypatch.setattr(answers, "FINISH_SECONDS", SECONDS)
+    running.steps.finish_within(SECONDS)
     running.lane.close("aborted")
     assert running.given_back == []
     for moment in running.engines.moments:
@@ -321,7 +323,7 @@ def test_a_thread_that_finishes_does_so_in_order_and_holds_so_many(monkeypatch: 
     with pytest.raises(TimeoutError):
         finishing.drain()
     go.set()
-    monkeypatch.setattr(answers, "FINISH_SECONDS", SECONDS)
+    finishing.seconds = SECONDS
     finishing.drain()
     assert done == list(range(MOST_UNFINISHED)) and finishing.idle
     finishing.close()

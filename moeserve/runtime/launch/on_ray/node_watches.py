@@ -19,9 +19,6 @@ from moeserve.runtime.launch.watch import ProcessWatch
 
 log = logging.getLogger(__name__)
 
-WATCH_LATE_SECONDS = 5.0
-"""For a node's watch to answer; then Ray is asked for the node, or a new watch begins."""
-
 Looks = Mapping[int, tuple[float, str] | None]
 """By process, what a watch has seen of it, as `ProcessWatch.look` has it."""
 
@@ -38,18 +35,19 @@ class NodeWatch:
 
 
 class NodeWatches:
-    """Not thread-safe. begin_seconds: for a new watch to answer; processes: those of a node that are watched;
+    """Not thread-safe. bounds: seconds for a new watch to answer, and for one that has before; then Ray is
+    asked for the node, or a new watch begins. processes: those of a node that are watched;
     seen: told what a node's watch has seen of them; lost: told of a node that is dead.
     """
 
     def __init__(
         self,
-        begin_seconds: float,
+        bounds: tuple[float, float],
         processes: Callable[[str], list[int]],
         seen: Callable[[str, Looks], None],
         lost: Callable[[str], None],
     ) -> None:
-        self._begin_seconds, self._processes = begin_seconds, processes
+        (self._begin_seconds, self._late_seconds), self._processes = bounds, processes
         self._seen, self._lost = seen, lost
         self._watches: dict[str, NodeWatch] = {}  # by node
 
@@ -77,7 +75,7 @@ class NodeWatches:
                 self._take_answer(node, watch)
                 if again and self._watches.get(node) is watch:
                     self._ask(node, watch)
-            elif time.monotonic() - watch.late_at > WATCH_LATE_SECONDS:
+            elif time.monotonic() - watch.late_at > self._late_seconds:
                 self._ask_for_node(node, watch)
 
     def _ask(self, node: str, watch: NodeWatch) -> None:

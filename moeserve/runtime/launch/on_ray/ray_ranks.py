@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.1  # between looks at what actors and watches have answered
 ENDING_SECONDS = 0.01  # the same while a process is about to end: the head forms no generation before it has
 SOON_SECONDS = 1.0  # within which a process that is killed ends, unless its kernel holds it
-STOP_SECONDS = 5.0  # for ranks that were told to stop
+STOP_SECONDS = 5.0  # for the thread that watches to end
 
 
 @dataclass(eq=False)
@@ -72,7 +72,8 @@ class RankActors:
         self._environment = ALL_GPUS | workers_environment() | openmp.environment(os.environ)
         terms = SpareTerms(cluster.spares, ranks, cluster.begin_seconds, cluster.spare_rest_seconds)
         self._spares = Spares(terms, self._create_spare, self._end_spare)
-        self._watches = NodeWatches(cluster.begin_seconds, self._processes, self._take_looks, self._lose_node)
+        bounds = cluster.begin_seconds, cluster.watch_seconds
+        self._watches = NodeWatches(bounds, self._processes, self._take_looks, self._lose_node)
         self._restarts = Restarts(cluster.others_first_seconds)
         self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._given_up: deque[RankProcess] = deque()  # as the head says
@@ -95,7 +96,7 @@ class RankActors:
         actors = list(self._actors.values())
         running = [one.ended for one in actors if one is not None and one.ended is not None]
         if running:
-            ray.wait(running, num_returns=len(running), timeout=STOP_SECONDS)
+            ray.wait(running, num_returns=len(running), timeout=self._config.cluster.stop_seconds)
         self._ended.set()
         self._news.set()
         self._end_watching()
@@ -256,7 +257,7 @@ class RankActors:
         """Whether the process of a rank that was told to stop has ended; it is killed if it does not."""
         actor, now = self._actors[rank], time.monotonic()
         since = self._retiring.setdefault(rank, now)
-        if actor is not None and now > since + STOP_SECONDS:
+        if actor is not None and now > since + self._config.cluster.stop_seconds:
             self._condemn(rank, actor.pid, "it was told to stop, and does not")
         return actor is None
 

@@ -61,6 +61,10 @@ class Finishing:
         self._broken = 0  # the generation in which a step failed: it gives out no further answer
         self._untold = False  # whether it was said that the device's timestamps cannot be read
 
+    def within(self, seconds: float) -> None:
+        """What was launched has to end within so many seconds."""
+        self._in_order.seconds = self._short.seconds = seconds
+
     @property
     def idle(self) -> bool:
         """Whether nothing is left to finish."""

@@ -252,6 +252,10 @@ class MemberSteps:
         for layer, steps in Counter(layers).items():
             self.observe_ran(layer, steps)
 
+    def finish_within(self, seconds: float) -> None:
+        """Launched steps have to end within so many seconds; who waits for them is told by TimeoutError."""
+        self._finishing.within(seconds)
+
     def after(self, act: Callable[[], None], *, short: bool = False) -> None:
         """Has `act` done after all that was launched; short: after all acts that were. Raises TimeoutError
         where that does not end.
