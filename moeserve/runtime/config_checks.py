@@ -56,6 +56,7 @@ POSITIVE = frozenset(
         "server.max_concurrent_calls",
         "server.max_streams",
         "server.max_held_bytes",
+        "server.region_seconds",
         "server.request_seconds",
         "server.unread_seconds",
         "server.connection_hello_seconds",

@@ -152,6 +152,7 @@ class ServerConfig:
     connection_rest_seconds: float = 10.0  # without a call, after which a data connection holds no memory
     reload_root: str = ""  # folder below which a checkpoint may be reloaded; empty: the served one's parent
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
+    region_seconds: float = 10.0  # for a client to fetch a region that was made for it, or to name one
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
     max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
     queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused

@@ -21,13 +21,13 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.errors import Unavailable
 from moeserve.proto.tensors import Spec, TensorError, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, socket_address
-from moeserve.runtime.doors.payloads import RegionLimits, Regions, regions
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 
 
 @pytest.fixture
 def kept():
-    made = Regions()
+    made = Regions(RegionLimits(fetch_seconds=60.0))  # a process that fetches one has to start first
     yield made
     made.close()
 
@@ -142,10 +142,13 @@ def test_a_tensor_over_a_region_outlives_it(kept):
     assert tensor.sum() == 48
 
 
-def test_a_region_that_nobody_fetches_is_swept(kept, monkeypatch):
-    monkeypatch.setattr(regions, "CLAIM_SECONDS", 0.2)
-    make(kept)
-    assert soon(lambda: kept.list() == ())
+def test_a_region_that_nobody_fetches_is_swept():
+    kept = Regions(RegionLimits(fetch_seconds=0.2))
+    try:
+        make(kept)
+        assert soon(lambda: kept.list() == ())
+    finally:
+        kept.close()
 
 
 def test_a_released_region_says_so_to_its_client(kept):

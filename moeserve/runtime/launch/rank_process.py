@@ -169,8 +169,11 @@ class _RankProcess:
         costing = costing_of(config)
         rank = self.rank = Rank(spec.rank, served, plans, device, costing)
         rank.host_threads = HostThreads(_threads_of(spec))
+        server = config.server
         limits = RegionLimits(
-            max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions
+            max_bytes=server.region_bytes,
+            allow_named=server.allow_named_regions,
+            fetch_seconds=server.region_seconds,
         )
         registrar = registrar_of(device, config.server.registered_bytes)
         self._regions = Regions(limits, registrar, on_device=device == "cpu")

@@ -162,9 +162,8 @@ def _silence() -> Iterator[bytes]:
 def test_who_asks_for_a_region_in_vain_or_not_at_all_is_a_line(
     said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(handover, "TICK_SECONDS", 0.05)
-    regions = Regions(RegionLimits())
+    regions = Regions(RegionLimits(fetch_seconds=0.1))
     try:
         for name in (b"", b"region-7"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:

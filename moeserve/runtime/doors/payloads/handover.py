@@ -28,7 +28,6 @@ from moeserve.runtime.keys.sockets import listen_privately, peer_of, remove
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 5.0
 TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # within which the thread has to end
 MOST_CONNECTIONS = 1024
@@ -96,8 +95,9 @@ class Handover:
     That thread alone closes the socket, the connections and the selector, when it ends.
     """
 
-    def __init__(self, owner: RegionOwner) -> None:
-        self._owner = owner
+    def __init__(self, owner: RegionOwner, silent_seconds: float = 10.0) -> None:
+        """silent_seconds: for whoever connects to name a region."""
+        self._owner, self._silent_seconds = owner, silent_seconds
         self._leases: dict[socket.socket, _Lease] = {}
         self._silent: dict[socket.socket, float] = {}
         self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -153,8 +153,9 @@ class Handover:
             if now - swept >= TICK_SECONDS:
                 swept = now
                 self._owner.sweep()
-                for silent in [who for who, since in self._silent.items() if now - since > SILENT_SECONDS]:
-                    logger.info("a client named no region within %g s and is left", SILENT_SECONDS)
+                limit = self._silent_seconds
+                for silent in [who for who, since in self._silent.items() if now - since > limit]:
+                    logger.info("a client named no region within %g s and is left", limit)
                     self._drop(silent)
                 self._listen()
 

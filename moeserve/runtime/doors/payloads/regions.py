@@ -26,7 +26,6 @@ from moeserve.runtime.doors.payloads.registration import Registrar
 
 log = logging.getLogger(__name__)
 
-CLAIM_SECONDS = 10.0
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 MOST_VIEWS = 64  # that one region's calls are given again without making them
 
@@ -42,6 +41,7 @@ class RegionLimits:
     max_bytes: int = 4 << 30
     max_regions: int = 256
     allow_named: bool = False
+    fetch_seconds: float = 10.0  # for a client to fetch a region that was made for it, or to name one
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class RegionStatus:
 class Regions:
     """Keeps all regions of this process. Every method may be called from any thread.
 
-    A region lives until it is released, or the last lease on it ends, or nobody fetched it within ten
-    seconds; its bytes count against the limit until no call holds it any more.
+    A region lives until it is released, or the last lease on it ends, or nobody fetched it within
+    `fetch_seconds`; its bytes count against the limit until no call holds it any more.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Regions:
         self.together: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # around calls that came at once
         )
-        self._handover = Handover(self)
+        self._handover = Handover(self, self.limits.fetch_seconds)
 
     @property
     def socket(self) -> str:
@@ -283,11 +283,12 @@ class Regions:
 
     def sweep(self) -> None:
         """Forgets regions that were made but not fetched in time."""
-        latest = time.monotonic() - CLAIM_SECONDS
+        seconds = self.limits.fetch_seconds
+        latest = time.monotonic() - seconds
         with self._lock:
             for region in [*self._regions.values()]:
                 if region.descriptor is not None and not region.claimed and region.made < latest:
-                    log.info("%s is given back: not fetched in %g s", region.public, CLAIM_SECONDS)
+                    log.info("%s is given back: not fetched in %g s", region.public, seconds)
                     self._forget(region)
 
     def _reserve(self, size: int) -> None:
