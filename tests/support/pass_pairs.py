@@ -17,14 +17,14 @@ MOST = 40
 
 
 class Pair:
-    """A lane between two streams of one GPU."""
+    """A lane between two streams of one GPU. patience: longer than kernels take to compile, by default."""
 
     def __init__(
         self,
         runs: PassRuns,
         alone: Alone,
         stages: int = 2,
-        patience: float = 5.0,
+        patience: float = 30.0,
         rows: int = MOST,
         wire: str = "",
     ) -> None:

@@ -10,7 +10,9 @@ from houses import Alone
 from pass_pairs import Pair, expected, given
 
 from moeserve.device.streams import MAIN, SHORT, spared, track
+from moeserve.dispatch.mail.layout import FEW_BLOCKS
 from moeserve.runtime.launch.torchrun import HostedRank
+from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.runs.run_graphs import RunGraphs
 from moeserve.runtime.rank.runs.runs import PassRuns, Told
 
@@ -31,15 +33,22 @@ def launched(pair: Pair, rows: int, **more: object) -> object:
     return pair.launch(((0, 0),), rows, short=rows <= SHORT_ROWS, **more)  # type: ignore[arg-type]
 
 
-def test_runs_of_both_tracks_have_the_bits_of_steps(both: PassRuns, rank: HostedRank, alone: Alone) -> None:
-    few, many = Pair(both, alone, stages=1), Pair(both, alone, stages=1)
-    batches = [(given(alone, 3, seed=seed), given(alone, 40, seed=seed)) for seed in range(12)]
+@pytest.mark.parametrize("large", [40, 200, 1000])
+def test_runs_of_both_tracks_have_the_bits_of_steps(
+    both: PassRuns, rank: HostedRank, alone: Alone, large: int
+) -> None:
+    """Also of rows that come in several blocks' shares and are read by few blocks, for which one waits."""
+    few, many = Pair(both, alone, stages=1), Pair(both, alone, stages=1, rows=large)
+    padded, layout = padded_rows(large), many.layout
+    blocks = layout.readers_of(padded), layout.blocks_of(large)
+    assert {40: (1, 1), 200: (FEW_BLOCKS, 7), 1000: (35, 35)}[large] == blocks
+    batches = [(given(alone, 3, seed=seed), given(alone, large, seed=seed)) for seed in range(12)]
     right = [[expected(rank, 0, one) for one in pair] for pair in batches]
     both.join()
     for turn, (batch, answers) in enumerate(zip(batches, right, strict=True)):
         begins = many.begin(), few.begin()
         many.bring(0, 0, batch[1])
-        first = launched(many, 64, begins=begins[0], beside=turn % 2 == 0)
+        first = launched(many, padded, begins=begins[0], beside=turn % 2 == 0)
         second = launched(few, 4, begins=begins[1], beside=True)
         few.bring(0, 0, batch[0])
         assert torch.equal(few.fetch(0, batch[0].hidden), answers[0]), turn

@@ -153,7 +153,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   bool there = count > 0;
   if (there && !args.awaited && !args.host && threadIdx.x && threadIdx.x < lines_there)
     there = await_tag(lines + threadIdx.x, tag, words, LATE, behind);
-  const int blocks = args.awaited ? lines_there : gridDim.x;
+  const int blocks = args.awaited ? min(lines_there, (int)gridDim.x) : gridDim.x;  // few of them may be waited for, too
   if (there && args.host && threadIdx.x == 0 && block < blocks) {
     const long end = (long)count * args.row_words * (block + 1) / blocks;  // of its share
     there = await_filled(lines, (end + args.row_words - 1) / args.row_words, words, behind);
