@@ -1,0 +1,116 @@
+"""The kernels of a caller's GPU and its owner's, as their text says, on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from cuda_on_cpu import COMPILER, HostFunction, on_cpu
+
+from moeserve.device.arguments import Arguments
+from moeserve.device.nvrtc import Program
+from moeserve.dispatch.mail import kernels
+from moeserve.dispatch.mail.arguments import AWAIT, BRING, COPY, EXCHANGE, FETCH, POST, TAKE
+from moeserve.dispatch.mail.kernels import MISFIT, CallerKernels, Given, OwnerKernels, Words
+from moeserve.dispatch.mail.layout import FEW_BLOCKS, STEPS, MailLayout, Word
+from moeserve.experts.batch import Tally
+from moeserve.runtime.rank.graphs import padded_rows
+
+HIDDEN, EXPERTS, TOP_K, LAYER = 7168, 64, 8, 3
+FUNCTIONS = {
+    "mail_bring": BRING,
+    "mail_fetch": FETCH,
+    "mail_exchange": EXCHANGE,
+    "mail_take": TAKE,
+    "mail_post": POST,
+    "mail_words": COPY,
+    "mail_await": AWAIT,
+}
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return on_cpu(kernels.program(), FUNCTIONS, tmp_path_factory.mktemp("kernels"))
+
+
+class Both:
+    """A lane of `most` rows between a caller and an owner, both of which are this process."""
+
+    def __init__(self, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+        def function(program: Program, name: str, arguments: Arguments) -> HostFunction:
+            return HostFunction(library, name, arguments)
+
+        monkeypatch.setattr(Program, "function", function)
+        self.layout = MailLayout(most, 1, HIDDEN, EXPERTS, TOP_K, torch.bfloat16)
+        cpu = torch.device("cpu")
+        self.table, self.state, self.now, self.host = (kernels.words(cpu) for _ in range(4))
+        self._box = torch.zeros(self.layout.mailbox_bytes, dtype=torch.uint8)
+        self._answers = torch.zeros(self.layout.answers_bytes, dtype=torch.uint8)
+        for words in (self.table, self.state):
+            words[Word.MAILBOX], words[Word.ANSWERS] = self._box.data_ptr(), self._answers.data_ptr()
+            words[Word.NUMBER], words[Word.PATIENCE] = 1, int(1e9)
+        self.state[Word.OWN] = self.state.data_ptr()
+        self.caller, self.owner = CallerKernels(self.layout, self.table), OwnerKernels(self.layout, self.now)
+        self._words = Words()
+
+    def step(self, given: Given, padded: int, *, lone: bool) -> tuple[Given, torch.Tensor, torch.Tensor]:
+        """What the owner has of the rows, which are valid, and what the caller has of the answer."""
+        room = Given(
+            torch.full((padded, HIDDEN), 7.0, dtype=torch.bfloat16),
+            torch.full((padded, given.route.shape[1]), 9, dtype=given.route.dtype),
+            None if given.weights is None else torch.full((padded, TOP_K), 9.0),
+        )
+        valid, out = torch.ones(padded, dtype=torch.bool), torch.full_like(given.hidden, torch.nan)
+        self.caller.bring(0, LAYER, given)
+        self._words.begin(self.state, self.now, self.host)
+        self.owner.take(0, LAYER, room, valid, lone=lone)
+        self.tally = Tally(torch.ones(3, dtype=torch.int32), *torch.zeros(4, dtype=torch.int64).split(3))
+        self.owner.post(0, -room.hidden, self.tally, last=True)
+        if not int(self.state[Word.ENDED]):
+            self.caller.fetch(0, out)
+        return room, valid, out
+
+
+def given(rows: int, *, logits: bool = False) -> Given:
+    random = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, HIDDEN, generator=random).bfloat16()
+    if logits:
+        return Given(hidden, torch.randn(rows, EXPERTS, generator=random), None)
+    ids = torch.randint(0, EXPERTS, (rows, TOP_K), generator=random, dtype=torch.int32)
+    return Given(hidden, ids, torch.rand(rows, TOP_K, generator=random))
+
+
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize("lone", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 5, 13, 32, 33, 60, 100])
+def test_all_rows_come_to_the_owner_and_all_answers_home(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int, lone: bool, logits: bool
+) -> None:
+    """lone: one block waits for rows that few blocks read, though they came in more shares than these are."""
+    both, batch, padded = Both(library, monkeypatch, 128), given(rows, logits=logits), padded_rows(rows)
+    for turn in range(1, 4):
+        room, valid, out = both.step(batch, padded, lone=lone)
+        assert int(both.state[Word.ENDED]) == 0 and int(both.state[STEPS]) == turn
+        assert torch.equal(room.hidden[:rows], batch.hidden) and torch.equal(room.route[:rows], batch.route)
+        if room.weights is not None and batch.weights is not None:
+            assert torch.equal(room.weights[:rows], batch.weights)
+        assert valid.tolist() == [True] * rows + [False] * (padded - rows)
+        assert torch.equal(out, -batch.hidden)
+        assert both.tally.totals.tolist() == [1, 1, 1] and both.tally.taken.tolist() == [rows]
+
+
+def test_a_step_that_does_not_fit_is_left_and_counts_no_rows(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Both(library, monkeypatch, 128)
+    _, valid, _ = both.step(given(40), 16, lone=True)
+    assert int(both.state[Word.ENDED]) == MISFIT and int(both.state[STEPS]) == 0
+    assert not valid.any() and both.tally.taken.tolist() == [0]
+
+
+def test_there_are_cases_of_few_blocks_that_read_more_shares() -> None:
+    layout = MailLayout(128, 1, HIDDEN, EXPERTS, TOP_K, torch.bfloat16)
+    assert layout.readers_of(16) == FEW_BLOCKS < layout.blocks_of(13) == 13
