@@ -44,7 +44,7 @@ class Both:
             return HostFunction(library, name, arguments)
 
         monkeypatch.setattr(Program, "function", function)
-        self.layout = MailLayout(most, 1, HIDDEN, EXPERTS, TOP_K, torch.bfloat16)
+        self.layout = MailLayout(most, 2, HIDDEN, EXPERTS, TOP_K, torch.bfloat16)
         cpu = torch.device("cpu")
         self.table, self.state, self.now, self.host = (kernels.words(cpu) for _ in range(4))
         self._box = torch.zeros(self.layout.mailbox_bytes, dtype=torch.uint8)
@@ -58,20 +58,28 @@ class Both:
 
     def step(self, given: Given, padded: int, *, lone: bool) -> tuple[Given, torch.Tensor, torch.Tensor]:
         """What the owner has of the rows, which are valid, and what the caller has of the answer."""
+        out = torch.full_like(given.hidden, torch.nan)
+        self.caller.bring(0, LAYER, given)
+        room, valid = self.computed(0, given, padded, lone=lone)
+        if not int(self.state[Word.ENDED]):
+            self.caller.fetch(0, out)
+        return room, valid, out
+
+    def computed(
+        self, stage: int, given: Given, padded: int, *, lone: bool = False
+    ) -> tuple[Given, torch.Tensor]:
+        """A run of one step, on rows like those that were brought: what the owner has of them."""
         room = Given(
             torch.full((padded, HIDDEN), 7.0, dtype=torch.bfloat16),
             torch.full((padded, given.route.shape[1]), 9, dtype=given.route.dtype),
             None if given.weights is None else torch.full((padded, TOP_K), 9.0),
         )
-        valid, out = torch.ones(padded, dtype=torch.bool), torch.full_like(given.hidden, torch.nan)
-        self.caller.bring(0, LAYER, given)
+        valid = torch.ones(padded, dtype=torch.bool)
         self._words.begin(self.state, self.now, self.host)
-        self.owner.take(0, LAYER, room, valid, lone=lone)
+        self.owner.take(stage, LAYER, room, valid, lone=lone)
         self.tally = Tally(torch.ones(3, dtype=torch.int32), *torch.zeros(4, dtype=torch.int64).split(3))
-        self.owner.post(0, -room.hidden, self.tally, last=True)
-        if not int(self.state[Word.ENDED]):
-            self.caller.fetch(0, out)
-        return room, valid, out
+        self.owner.post(stage, -room.hidden, self.tally, last=True)
+        return room, valid
 
 
 def given(rows: int, *, logits: bool = False) -> Given:
@@ -109,6 +117,22 @@ def test_a_step_that_does_not_fit_is_left_and_counts_no_rows(
     _, valid, _ = both.step(given(40), 16, lone=True)
     assert int(both.state[Word.ENDED]) == MISFIT and int(both.state[STEPS]) == 0
     assert not valid.any() and both.tally.taken.tolist() == [0]
+
+
+@pytest.mark.parametrize("rows", [(1, 13), (13, 1), (5, 60), (60, 5)])
+def test_an_answer_is_fetched_as_other_rows_are_brought(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
+) -> None:
+    both, batches = Both(library, monkeypatch, 64), [given(count) for count in rows]
+    both.caller.bring(0, LAYER, batches[0])
+    for turn in range(4):
+        stage, other = turn % 2, (turn + 1) % 2
+        room, _ = both.computed(stage, batches[stage], padded_rows(rows[stage]))
+        assert torch.equal(room.hidden[: rows[stage]], batches[stage].hidden)
+        out = torch.full_like(batches[stage].hidden, torch.nan)
+        both.caller.exchange(other, LAYER, batches[other], 0, (stage, out))
+        assert torch.equal(out, -batches[stage].hidden), turn
+    assert both.table[STEPS : STEPS + 2].tolist() == [2, 2] and not int(both.state[Word.ENDED])
 
 
 def test_there_are_cases_of_few_blocks_that_read_more_shares() -> None:
