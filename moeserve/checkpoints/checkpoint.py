@@ -28,7 +28,7 @@ from moeserve.checkpoints.load_as import keeps, scheme_to_load_as
 from moeserve.checkpoints.names import LayerNames, Numbers, correction_biases, expert_layers
 from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.reading import copy_expert
-from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json, values_of
+from moeserve.checkpoints.store import SAMPLES, CheckpointError, TensorStore, read_json, values_of
 from moeserve.experts.batch import ExpertShape, ExpertWeights
 from moeserve.experts.routing.families import gate_for
 from moeserve.experts.routing.gate import Gate
@@ -86,6 +86,7 @@ class Checkpoint:
         self.activation = self.family.activation(self.config, self.layers[0])
         say_casts(self.dtype, self._layers, self._store)
         self._gates: dict[int, Gate] = {}
+        self._sampled: tuple[str, ...] = ()  # the tensors that its mark is made of
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Path]]:
         """A checkpoint travels to another process as its path, and is opened again there."""
@@ -104,6 +105,19 @@ class Checkpoint:
     def bytes_read(self) -> int:
         """Bytes of tensors that this object has read so far."""
         return self._store.bytes_read
+
+    @property
+    def mark(self) -> str:
+        """What tells these experts from others of the same shapes, by a sample of them: a copy in another
+        folder, or in other shards, has the same. Files that were written to have another one, as far as their
+        experts differ. Raises CheckpointError for a file that cannot be read.
+        """
+        if not self._sampled:
+            names = sorted(name for stored in self._layers.values() for name in stored.names.tensors)
+            biases = correction_biases(self._store.entries, self._numbers)
+            some = {names[at * len(names) // SAMPLES] for at in range(SAMPLES)}
+            self._sampled = tuple(sorted(some | {biases[layer] for layer in biases if layer in self._layers}))
+        return self._store.mark(self._sampled)
 
     def unmap(self) -> None:
         """Lets go of the maps of its files, once experts have been read; see `TensorStore.unmap`."""
@@ -194,7 +208,7 @@ class Checkpoint:
         """Asks the operating system for the experts `ids` of `layer`, to be read soon; waits for nothing.
 
         Returns the bytes that were asked for. Raises ValueError for an unknown layer, CheckpointError for
-        files that are gone, or have changed.
+        files that are gone and were not opened before.
         """
         return self._store.read_ahead(self._stored(layer).spans(ids))
 

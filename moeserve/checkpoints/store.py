@@ -7,6 +7,7 @@ https://github.com/huggingface/safetensors).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -45,6 +46,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """dtypes by their codes in a safetensors header; tensors that are read have one of these."""
+
+
+SAMPLES, SAMPLE_BYTES = 256, 4096
+"""Of the tensors that a mark is made of, at least, and the bytes that are read of each."""
 
 
 class CheckpointError(ValueError):
@@ -90,12 +95,6 @@ class Entry:
     start: int = 0  # of its bytes in the file
 
 
-Version = tuple[int, int]
-"""A file's size, and when it was written last. Its number is no part of it: some file systems make up another
-one each time that a file is opened.
-"""
-
-
 class TensorStore:
     """Every tensor of a checkpoint directory, from one safetensors file or from the shards of an index.
 
@@ -109,7 +108,7 @@ class TensorStore:
         self.bytes_read = 0
         self._mapped: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}  # kept: what a path names may change
-        self._versions: dict[Path, Version] = {}  # of the files whose headers were read
+        self._marked: tuple[object, str] = None, ""  # the last mark, and of which names and files it is
         weakref.finalize(self, _close, self._descriptors)
         index = directory / INDEX
         placed = _weight_map(index) if index.is_file() else {}
@@ -123,7 +122,7 @@ class TensorStore:
                 raise CheckpointError(f"{index} places tensor {name} in {file}, which does not hold it")
 
     def _add(self, file: Path) -> None:
-        for name, entry in _header(file, self._versions):
+        for name, entry in _header(file):
             if name in self.entries:
                 other = self.entries[name].file
                 places = f"{other.name} and {file.name}" if other != file else f"the header of {file.name}"
@@ -143,6 +142,38 @@ class TensorStore:
         self.bytes_read += found.nbytes
         return found
 
+    def mark(self, names: tuple[str, ...]) -> str:
+        """What tells the tensors called so from others: a digest of their dtypes, shapes and of a sample of
+        their bytes. Equal ones have one mark wherever they lie.
+
+        It is of what `read` finds, and made anew once a file was written to. Raises CheckpointError for one
+        that cannot be read.
+        """
+        try:
+            files = {self.entries[name].file: 0 for name in names}
+            files = {file: self._descriptor(file) for file in files}
+            written = tuple((of.st_size, of.st_mtime_ns) for of in map(os.fstat, files.values()))
+            before, mark = self._marked
+            if before != (names, written):
+                mark = self._mark(names, files)
+                self._marked = (names, written), mark
+            return mark
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {error.filename or self.directory}: {error.strerror}"
+            ) from error
+
+    def _mark(self, names: tuple[str, ...], descriptors: Mapping[Path, int]) -> str:
+        found, each = hashlib.sha256(), -(-SAMPLES // max(1, len(names)))
+        for name in names:
+            entry = self.entries[name]
+            found.update(repr((name, entry.dtype, entry.shape)).encode(errors="surrogatepass"))
+            for sample in range(each):
+                at = entry.start + max(0, entry.nbytes - SAMPLE_BYTES) * (2 * sample + 1) // (2 * each)
+                end = min(at + SAMPLE_BYTES, entry.start + entry.nbytes)
+                found.update(os.pread(descriptors[entry.file], end - at, at))
+        return found.hexdigest()[:32]
+
     def unmap(self) -> None:
         """Lets go of all maps, from any thread; what is read later is mapped again, from the same files.
 
@@ -156,7 +187,7 @@ class TensorStore:
 
     def _descriptor(self, file: Path) -> int:
         """A file, open for as long as this is there. Raises CheckpointError where it is gone and was not
-        opened before, and where it is not as it was when its header was read.
+        opened before.
         """
         if file not in self._descriptors:
             try:
@@ -166,25 +197,13 @@ class TensorStore:
                 raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
             if self._descriptors.setdefault(file, ours) != ours:
                 os.close(ours)  # another thread was first
-        found = self._descriptors[file]
-        if _version_of(found) != self._versions[file]:
-            raise CheckpointError(
-                f"{file} has changed since this process read its header: weights of two versions would be "
-                "mixed. Write checkpoints to folders of their own and reload them; start the service anew to "
-                "serve what is there now"
-            )
-        return found
+        return self._descriptors[file]
 
     def _map(self, file: Path) -> Any:
         mapped, found = self._mapped, self._mapped.get(file)
         if found is None:
             found = mapped[file] = safe_open(f"/proc/self/fd/{self._descriptor(file)}", framework="pt")
         return found
-
-
-def _version_of(descriptor: int) -> Version:
-    about = os.fstat(descriptor)
-    return about.st_size, about.st_mtime_ns
 
 
 def _close(descriptors: dict[Path, int]) -> None:
@@ -208,16 +227,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     return placed
 
 
-def _header(file: Path, versions: dict[Path, Version]) -> Iterator[tuple[str, Entry]]:
-    """Returns the tensors that `file` declares, after checking that the file is as long as they need; notes
-    its version.
-    """
+def _header(file: Path) -> Iterator[tuple[str, Entry]]:
+    """Returns the tensors that `file` declares, after checking that the file is as long as they need."""
     try:
         check_fetched(file)
     except OSError as error:  # as a link of a hub cache whose blob is gone
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     with opened(file) as stream:
-        size, _ = versions[file] = _version_of(stream.fileno())
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
             raise CheckpointError(

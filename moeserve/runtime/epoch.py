@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ class Epoch:
     Weights are reloaded layer by layer, so each layer has a version of its own: `versions [L]`, or () while
     all are at 1. Version v was read from the checkpoint folder `weights[v - 1]`; the empty name is the
     configured one, which is the first; names of versions that no layer is at any more are empty too.
+    `marks[v - 1]` is the mark of the experts that it began with; () and an empty one: it is not known.
 
     Raises ValueError for a placement of other owners than `members` has room for, or with experts' room where
     no member is.
@@ -39,6 +40,7 @@ class Epoch:
     members: Members
     versions: tuple[int, ...] = ()
     weights: tuple[str, ...] = ("",)
+    marks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         owners = 1 if self.mesh.sliced else self.members.max_owners
@@ -98,14 +100,25 @@ class Epoch:
         versions[layer] = version
         return self._next(versions=tuple(versions))
 
-    def with_weights(self, path: str) -> Epoch:
-        """This epoch with one more version of the weights known; no layer is at it yet.
+    def with_weights(self, name: str) -> Epoch:
+        """This epoch with one more version of the weights known by its name; no layer is at it yet.
 
         Folders of versions that no layer is at are forgotten: every message of a change holds the names.
         """
         served = {self.version(layer) for layer in range(self.placement.layers)}
-        kept = (folder if at in served else "" for at, folder in enumerate(self.weights, start=1))
-        return replace(self, weights=(*kept, path))
+        kept = (old if at in served else "" for at, old in enumerate(self.names, start=1))
+        return self.with_names((*kept, name))
+
+    def with_names(self, names: Iterable[str]) -> Epoch:
+        """This epoch with these names of the versions, and no others. Raises ValueError for none."""
+        weights, marks = zip(*map(folder_and_mark, names), strict=True)
+        return replace(self, weights=weights, marks=marks if any(marks) else ())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the versions: the folder of each and its mark, as `marked` has them."""
+        marks = self.marks or ("",) * len(self.weights)
+        return tuple(marked(*one) for one in zip(self.weights, marks, strict=True))
 
     def version(self, layer: int) -> int:
         """The version of the weights at `layer` (a position)."""
@@ -197,6 +210,17 @@ class Epoch:
 
     def _next(self, **changes: object) -> Epoch:
         return replace(self, number=self.number + 1, **changes)  # type: ignore[arg-type]
+
+
+def marked(folder: str, mark: str) -> str:
+    """The name of a version of the weights: its folder, and the mark of the experts that it began with."""
+    return f"{folder}\0{mark}" if mark else folder  # no path has that character
+
+
+def folder_and_mark(name: str) -> tuple[str, str]:
+    """What the name of a version says; an empty mark where it says none. Raises TypeError for no text."""
+    folder, _, mark = str.partition(name, "\0")
+    return folder, mark
 
 
 def _rarest(placement: Placement, width: int) -> NDArray[np.int32]:

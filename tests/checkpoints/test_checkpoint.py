@@ -332,3 +332,34 @@ def test_shard_of_a_test_checkpoint_places_every_tensor(tmp_path: Path) -> None:
     before = Checkpoint(tmp_path).tensors(0)
     shard(tmp_path, 2)
     assert Checkpoint(tmp_path).tensors(0) == before
+
+
+def test_a_mark_tells_experts_from_others_and_not_where_they_lie(tmp_path: Path) -> None:
+    one, copy, other = (tmp_path / name for name in ("one", "copy", "other"))
+    for path in (one, copy, other):
+        path.mkdir()
+        make_checkpoint("qwen3_moe", path)
+    shard(copy, 3)
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    rewrite(other, lambda tensors: tensors | {name: tensors[name] + 1})
+    assert Checkpoint(copy).mark == Checkpoint(one).mark != Checkpoint(other).mark
+    rewrite(one, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1})
+    assert Checkpoint(copy).mark == Checkpoint(one).mark, "experts alone count"
+
+
+def test_a_mark_is_of_what_is_read(tmp_path: Path) -> None:
+    """A file that another one replaces is read on; one that is written to is read as it is now."""
+    make_checkpoint("qwen3_moe", tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.0.down_proj.weight"
+    good, checkpoint = file.read_bytes(), Checkpoint(tmp_path)
+    mark, weights = checkpoint.mark, checkpoint.experts(0, [0])
+    file.rename(tmp_path / "before")
+    file.write_bytes(good)
+    rewrite(tmp_path, lambda tensors: tensors | {name: tensors[name] + 1})
+    changed = file.read_bytes()
+    assert checkpoint.mark == mark
+    assert torch.equal(checkpoint.experts(0, [0]).down.parts[0], weights.down.parts[0])
+    (tmp_path / "before").write_bytes(changed)
+    checkpoint.unmap()
+    assert checkpoint.mark == Checkpoint(tmp_path).mark != mark
+    assert torch.equal(checkpoint.experts(0, [0]).down.parts[0], weights.down.parts[0] + 1)

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_checkpoint, rewrite
 from failures import serve_again
-from houses import house_config
+from houses import Alone, house_config
 from ports import free_ports
 from quantized import PRODUCERS, write
 from torch import Tensor
@@ -113,3 +114,25 @@ def test_a_service_that_has_served_waits_for_experts_that_can_be_read(tmp_path: 
         assert status.state != "failed", status
         file.write_bytes(good)  # in place: a rank keeps the files that it has opened
         assert serve_again(house.address) > generation
+
+
+def test_no_rank_serves_experts_that_were_put_in_the_place_of_those_that_others_hold(
+    tmp_path: Path,
+) -> None:
+    """A trainer writes its next checkpoint over the one that is served, and a rank is lost."""
+    make_checkpoint("qwen3_moe", tmp_path)
+    file, alone = tmp_path / "model.safetensors", Alone(tmp_path)
+    good, batch = file.read_bytes(), alone.batch(24, seed=1)
+    expected = alone.forward(1, *batch)
+    with LocalCluster(house_config(tmp_path, **EP2)) as house, MoeClient(house.address) as client:
+        generation = serve_again(house.address)
+        rewrite(tmp_path, lambda tensors: {name: tensor + 0.1 for name, tensor in tensors.items()})
+        assert torch.allclose(client.forward(1, *batch), expected, rtol=1e-4, atol=1e-4)
+        os.kill(house.pid(1), signal.SIGKILL)
+        until = time.monotonic() + 30.0
+        while "are not those that weights version 1 began with" not in (status := client.status()).reason:
+            assert time.monotonic() < until, status
+            time.sleep(0.05)
+        file.write_bytes(good)
+        assert serve_again(house.address) > generation
+        assert torch.allclose(client.forward(1, *batch), expected, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.control.messages import epoch_from, epoch_message
-from moeserve.runtime.epoch import Epoch, shadows_of
+from moeserve.runtime.epoch import Epoch, marked, shadows_of
 from moeserve.runtime.mesh import Mesh
 
 
@@ -279,3 +279,13 @@ def test_no_shadow_is_kept_for_a_loss_that_no_slots_stand() -> None:
     assert [shadows_of(epoch, owner) for owner in range(4)] == [{}] * 4
     away = covered_epoch(24).without({2})
     assert shadows_of(away, 2) == {}
+
+
+def test_a_version_of_the_weights_has_a_mark_where_its_name_tells_one() -> None:
+    start = Epoch.first(Mesh(2, 1, 2), layers=2, experts=4)
+    assert start.names == ("",) and start.with_names(start.names) == start
+    begun = start.with_names([marked("", "a1")]).with_weights(marked("/new", "b2")).reloaded(0, 2)
+    assert (begun.weights, begun.marks) == (("", "/new"), ("a1", "b2"))
+    assert epoch_from(epoch_message(begun)) == begun
+    later = begun.reloaded(1, 2).with_weights("/three")
+    assert (later.weights, later.marks) == (("", "/new", "/three"), ("", "b2", ""))

@@ -96,7 +96,7 @@ def epoch_message(epoch: Epoch) -> Message:
         "number": epoch.number,
         "mesh": [mesh.dp, mesh.tp, mesh.ep],
         "versions": epoch.versions,
-        "weights": epoch.weights,
+        "weights": epoch.names,
         "slots": placement.slots.tolist(),
         "owners": placement.owners,
         "experts": placement.experts,
@@ -113,8 +113,8 @@ def epoch_from(message: Message) -> Epoch:
     placement = Placement(slots, message["owners"], message["experts"], tuple(message["room"]))
     present = tuple(Member(seat, lane, owner) for seat, lane, owner in message["members"])
     members = Members(present, message["max_lanes"], message["max_owners"])
-    mesh, versions, weights = Mesh(*message["mesh"]), tuple(message["versions"]), tuple(message["weights"])
-    return Epoch(message["number"], mesh, placement, members, versions, weights)
+    mesh, versions = Mesh(*message["mesh"]), tuple(message["versions"])
+    return Epoch(message["number"], mesh, placement, members, versions).with_names(message["weights"])
 
 
 def held_message(generation: int, epoch: Epoch | None, *, drained: bool = False) -> Message:
@@ -159,7 +159,7 @@ def stage_message(number: int, change: Change, decoder_layer: int, owner: int | 
         "epoch": change.epoch.number,
         "layer": decoder_layer,
         "version": change.epoch.version(change.layer),
-        "weights": change.epoch.weights,
+        "weights": change.epoch.names,
         "owner": place,
         "copies": copies,
     }
@@ -279,7 +279,7 @@ def commit_message(number: int, change: Change, generation: int) -> Message:
         "layer": change.layer,
         "slots": change.epoch.placement.slots[change.layer].tolist(),
         "versions": change.epoch.versions,
-        "weights": change.epoch.weights,
+        "weights": change.epoch.names,
     }
 
 
@@ -288,4 +288,4 @@ def committed_epoch(message: Message, before: Epoch) -> Epoch:
     epoch = before.moved(message["layer"], np.array(message["slots"], dtype=np.int32))
     if epoch.number != message["number"]:
         raise ValueError(f"epoch {quoted(message['number'])} is committed after epoch {before.number}")
-    return replace(epoch, versions=tuple(message["versions"]), weights=tuple(message["weights"]))
+    return replace(epoch, versions=tuple(message["versions"])).with_names(message["weights"])

@@ -23,7 +23,7 @@ class StageOrder:
     epoch: int
     layer: int  # decoder index
     version: int  # of the weights, where they come from disk
-    weights: tuple[str, ...]  # checkpoint folders by version
+    weights: tuple[str, ...]  # `Epoch.names` by version
     copies: tuple[ExpertCopy, ...]
     peers: dict[int, tuple[str, str]]  # owner -> address of its weights, host id
     owner: int | None = None  # whose place this member fills; None: it holds no experts, and copies none

@@ -13,6 +13,7 @@ from moeserve.experts.balance import balancer_named
 from moeserve.experts.placement import Move
 from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped, quoted
+from moeserve.runtime.epoch import marked
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer, Wanted, always
 from moeserve.runtime.head.scaling import CannotScale, Scaling
@@ -72,11 +73,11 @@ class Operations:
         path = str(_snapshot_of(path)) if PurePath(path).is_absolute() else cached(path)
         self._check_folder(Path(path))
         try:
-            self._served.reloaded_from(path)
+            name = marked(path, self._served.reloaded_from(path).mark)
         except ValueError as error:
             raise BadRequest(f"checkpoint: {error}") from error
         self._check_serving()
-        cycle = self._rebalancer.reload(path, wanted)
+        cycle = self._rebalancer.reload(name, wanted)
         epoch = self._rebalancer.coordinator.epoch
         return moe_pb2.ReloadReply(
             outcome=cycle.outcome,

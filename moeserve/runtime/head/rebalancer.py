@@ -224,8 +224,9 @@ class Rebalancer:
         """Of how many owners the slots have to stand the loss."""
         return self._settings.cover_owners
 
-    def reload(self, path: str, wanted: Wanted = always) -> Cycle:
-        """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.
+    def reload(self, name: str, wanted: Wanted = always) -> Cycle:
+        """Brings every layer to the weights of this name (`Epoch.names`), layer by layer while steps run;
+        blocks.
 
         Where members come or go meanwhile it goes on once the group serves again. The cycle's outcome is one
         of RELOADED. Layers that were reloaded before one is abandoned stay so.
@@ -236,7 +237,7 @@ class Rebalancer:
             for _ in range(RELOAD_ATTEMPTS):
                 self._coordinator.wait_turned(TURN_SECONDS)
                 generation = self._coordinator.generation
-                changes = reload(self._coordinator.epoch, path, version)
+                changes = reload(self._coordinator.epoch, name, version)
                 cycle = self._led(changes, started, expected=0.0)
                 done = _both(done, cycle)
                 if not cycle.reason or not self._formed_since(generation):

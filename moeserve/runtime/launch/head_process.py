@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, HeldEndpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
+from moeserve.runtime.epoch import marked
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
@@ -78,9 +79,8 @@ class HeadProcess:
     def __init__(self, config: Config, host: str, start: HeadStart | None = None) -> None:
         """start: what a launcher keeps for it; None: a fresh token, and ports as configured."""
         served = served_from(config)
-        epoch = first_epoch(served)
-        if start is not None and start.used > 1:
-            epoch = replace(epoch, weights=("",) * start.used)
+        later = [] if start is None else [""] * (start.used - 1)
+        epoch = first_epoch(served).with_names([marked("", served.checkpoint.mark), *later])
         server, pace = config.server, StepPace.of(config.step)
         self.token = secrets.token_hex(16) if start is None else start.token
         logs.hide(self.token)

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
 from moeserve.experts.bank import Bank
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.checksum import Slot
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.placement import EMPTY
 from moeserve.experts.routing.gate import Gate
-from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.epoch import Epoch, folder_and_mark
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import HeldExpert
@@ -43,7 +43,7 @@ class RankExperts:
         self._index, self._served, self._plans, self._device = index, served, plans, device
         self.bank = Bank()
         self.bytes_read = 0
-        self._weights: tuple[str, ...] = ("",)  # checkpoint folders by weights version, the first is 1
+        self._weights: tuple[str, ...] = ("",)  # names by weights version, the first is 1
         self._opened: dict[int, Checkpoint] = {}  # by weights version, from 2 on
         self._held: dict[int, Held] = {}  # by layer
         self._built: dict[KernelSpec, Kernel] = {}
@@ -148,7 +148,7 @@ class RankExperts:
 
     def read(self, layer: int, expert: int, version: int) -> Slot:
         """One expert of `layer` (decoder index) from the checkpoint of a version, as a slot holds it."""
-        checkpoint = self._checkpoint(version)
+        checkpoint = self._as_begun(version)
         before = checkpoint.bytes_read
         weights = checkpoint.experts(layer, [expert], part=self._part)
         self.bytes_read += checkpoint.bytes_read - before
@@ -172,14 +172,14 @@ class RankExperts:
             job.experts, job.weights = self._checkpoint(version).gate(job.layer).route(job.routed.logits)
             job.routed = job.routed._replace(version=version)
 
-    def use_weights(self, paths: Sequence[str]) -> None:
-        """Sets the folder of each version's checkpoint; each is opened when it is first read from.
+    def use_weights(self, names: Sequence[str]) -> None:
+        """Sets the names of the versions (`Epoch.names`); each is opened when it is first read from.
 
         Those that no layer holds are closed: a version that was abandoned may come again from another folder.
         """
         held = {version for _, version in list(self._held.values())}
         self._opened = {version: opened for version, opened in self._opened.items() if version in held}
-        self._weights = tuple(paths)
+        self._weights = tuple(names)
 
     def compute(self, layer: int, batch: ExpertBatch) -> Tensor:
         """What the experts of `layer` make of `batch`, in its shape; zeros where this member holds none."""
@@ -276,7 +276,7 @@ class RankExperts:
         slots, version = wanted
         if not slots:
             return
-        checkpoint, plan = self._checkpoint(version), self._plans[layer]
+        checkpoint, plan = self._as_begun(version), self._plans[layer]
         before, spec = checkpoint.bytes_read, self.kernel_spec(plan)
         if spec not in self._built:
             self._built[spec] = plan.kernel.build(spec)
@@ -300,7 +300,21 @@ class RankExperts:
             return self._served.checkpoint
         found = self._opened.get(version)  # once: `use_weights` may close it meanwhile
         if found is None:
-            found = self._opened[version] = self._served.reloaded_from(self._weights[version - 1])
+            folder, _ = folder_and_mark(self._weights[version - 1])
+            found = self._opened[version] = self._served.reloaded_from(folder)
+        return found
+
+    def _as_begun(self, version: int) -> Checkpoint:
+        """The checkpoint of a version, to read experts from. Raises CheckpointError where it holds others by
+        now than those that the version began with, which other members hold; and as `_checkpoint`.
+        """
+        found, (_, mark) = self._checkpoint(version), folder_and_mark(self._weights[version - 1])
+        if mark and found.mark != mark:
+            raise CheckpointError(
+                f"{found.path}: its experts are not those that weights version {version} began with: they "
+                "were changed meanwhile, or this host has others there; put back what was there, reload "
+                "(`moeserve reload`) while the other members serve, or start the service again"
+            )
         return found
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, rewrite
 from member_ranks import served_and_planned
 
+from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
 from moeserve.dispatch.members import Members
 from moeserve.experts.placement import EMPTY
-from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.epoch import Epoch, marked
 from moeserve.runtime.rank.experts import RankExperts
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 
@@ -32,7 +33,7 @@ def loaded(path: Path, epoch: Epoch, seat: int = 0) -> RankExperts:
     """What the member of `seat` holds once it has loaded `epoch`."""
     served, plans = served_and_planned(path, MEMBERS, "all2allv")
     experts = RankExperts(seat, served, plans, "cpu")
-    experts.use_weights(epoch.weights)
+    experts.use_weights(epoch.names)
     experts.load(epoch, iter)
     return experts
 
@@ -141,3 +142,24 @@ def served_nbytes(path: Path, layer: int) -> int:
     """Bytes of one expert of a layer in the checkpoint."""
     served, _ = served_and_planned(path, MEMBERS, "all2allv")
     return served.checkpoint.expert_nbytes(layer)
+
+
+def test_what_is_on_disk_instead_of_the_experts_of_a_version_is_not_read(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    start = spare_epoch(tmp_path)
+    begun = start.with_names([marked("", Checkpoint(tmp_path).mark)])
+    experts = loaded(tmp_path, begun)
+    before = experts.read(0, 0, 1)
+    file, kept = tmp_path / "model.safetensors", tmp_path / "kept"
+    file.rename(kept)
+    make_checkpoint("qwen3_moe", tmp_path)
+    rewrite(tmp_path, lambda tensors: {name: tensor + 1 for name, tensor in tensors.items()})
+    assert all(torch.equal(before[name], now) for name, now in experts.read(0, 0, 1).items()), "it is open"
+    kept.write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match=r"are not those that weights version 1 began with"):
+        experts.read(0, 0, 1)
+    with pytest.raises(CheckpointError, match=r"are not those that weights version 1 began with"):
+        loaded(tmp_path, begun)
+    again = begun.with_weights(marked(str(tmp_path), Checkpoint(tmp_path).mark)).reloaded(0, 2)
+    experts.use_weights(again.names)
+    experts.read(0, 0, 2)

@@ -36,14 +36,14 @@ def rebalance(epoch: Epoch, target: Placement, staging_slots: int) -> Iterator[C
             epoch = moved
 
 
-def reload(epoch: Epoch, path: str, begun: int = 0) -> Iterator[Change]:
-    """The changes that bring every layer to the weights in `path`, each layer whole in one epoch.
+def reload(epoch: Epoch, name: str, begun: int = 0) -> Iterator[Change]:
+    """The changes that bring every layer to the weights of a name, each layer whole in one epoch.
 
     begun: the version of the weights that an earlier attempt has brought some layers to; 0: none has.
     """
-    if epoch.weights[begun - 1 : begun] != (path,):
-        epoch = epoch.with_weights(path)
-        begun = len(epoch.weights)
+    if epoch.names[begun - 1 : begun] != (name,):
+        epoch = epoch.with_weights(name)
+        begun = len(epoch.names)
     for layer in range(epoch.placement.layers):
         if epoch.version(layer) == begun:
             continue

@@ -35,7 +35,7 @@ class HeldEpoch:
         this member holds experts, those that it lacks are read once it has joined.
         """
         self._check_lane(epoch)
-        self._rank.experts.use_weights(epoch.weights)
+        self._rank.experts.use_weights(epoch.names)
         self.lacks = ()
         if after and self._rank.loaded:
             self.lacks = self._rank.take(epoch)
@@ -46,7 +46,7 @@ class HeldEpoch:
     def load_beforehand(self, epoch: Epoch) -> None:
         """Loads the experts of an epoch that this member is to join, in no generation yet."""
         self._check_lane(epoch)
-        self._rank.experts.use_weights(epoch.weights)
+        self._rank.experts.use_weights(epoch.names)
         self._load(epoch, 0)
         self.epoch = epoch
 
