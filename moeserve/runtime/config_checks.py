@@ -32,9 +32,13 @@ MOST_NUMBER = (1 << 63) - 1
 MOST = dict.fromkeys(("server.max_message_bytes", "step.lane_rows"), (1 << 31) - 1) | {
     "cluster.threads_per_rank": 4096,
     "cluster.ring_bytes": 1 << 30,
+    "members.max_lanes": 4096,
+    "members.max_owners": 4096,
+    "balance.redundant_experts": 1 << 20,
 }
 """Most of keys that gRPC, or a message of the contract, holds in 32 bits; and of those with which no rank
-would start: more threads than any host has cores, and memory than a ring can be made of.
+would start: more threads than any host has cores, memory than a ring can be made of, and seats and slots
+than any group has, of which tables are made.
 """
 LEAST = {"server.max_message_bytes": 1 << 20}
 """Least of keys with which a service would start and answer nothing: its replies have to fit, and rows."""
