@@ -282,6 +282,19 @@ def test_tensors_that_the_lane_does_not_take_are_named_before_they_are_sent(
         answer_of(run, 0)
 
 
+def test_a_stage_that_the_pass_does_not_have_is_named(house: LocalCluster, alone: Alone) -> None:
+    hidden, ids, weights = alone.batch(3, seed=1)
+    with attached(house, "staged", stages=2) as lane, lane.begin([0], stages=2) as run:
+        for wrong in (-1, -2, 2):
+            for use in (lambda at: run.post(at, hidden, Choice(ids, weights)), run.take, run.under_way):
+                with pytest.raises(
+                    ValueError, match=f"^stage {wrong} is not one of 0 to 1, those of this pass"
+                ):
+                    use(wrong)
+        run.post(1, hidden, Choice(ids, weights))
+        answer_of(run, 1)
+
+
 def test_a_late_caller_is_told_so_and_may_begin_again(
     house: LocalCluster, alone: Alone, checkpoint_path: Path
 ) -> None:

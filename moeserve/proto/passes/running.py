@@ -81,7 +81,13 @@ class Pass:
 
     def under_way(self, stage: int) -> bool:
         """Whether a step of the stage is."""
-        return self._rows[stage] is not None
+        return self._rows_of(stage) is not None
+
+    def _rows_of(self, stage: int) -> int | None:
+        """Of the step that is under way. Raises ValueError for a stage that the pass does not have."""
+        if not 0 <= stage < len(self._rows):
+            raise ValueError(f"stage {stage} is not one of 0 to {len(self._rows) - 1}, those of this pass")
+        return self._rows[stage]
 
     @property
     def stages(self) -> int:
@@ -130,7 +136,7 @@ class Pass:
         and RuntimeError after a fork.
         """
         check_process(self._memory.process)
-        if self._rows[stage] is not None:
+        if self._rows_of(stage) is not None:
             raise ValueError(f"stage {stage} has a step under way; take its answer first")
         if count > (most := self._memory.layout.rows):
             raise TensorError("hidden", f"{count} rows; this lane was attached with {most} at most")
@@ -166,7 +172,7 @@ class Pass:
 
     def take_plain(self, stage: int, timeout: float | None = None, *, out: Array | None = None) -> Plain:
         """Does as `take`; the array with its dtype."""
-        into, rows = None, self._rows[stage]
+        into, rows = None, self._rows_of(stage)
         if out is not None and rows is not None:
             into = in_place(out, "out", self._memory.layout.hidden_spec(rows))
         if into is None:
@@ -181,7 +187,7 @@ class Pass:
         """Waits as `take` does, and copies the answer `into` an array like it; a large one while the rest of
         it comes. What is there already is not copied.
         """
-        rows = self._rows[stage]
+        rows = self._rows_of(stage)
         if rows is None:
             raise ValueError(_NOTHING.format(stage))
         there = self._memory.answer(stage, rows, self._buffers[stage])
@@ -223,7 +229,7 @@ class Pass:
         return self._arrived(stage, timeout, self._expected[stage])
 
     def _arrived(self, stage: int, timeout: float | None, expected: Expected) -> Plain:
-        rows = self._rows[stage]
+        rows = self._rows_of(stage)
         if rows is None:
             raise ValueError(_NOTHING.format(stage))
         memory = self._memory
