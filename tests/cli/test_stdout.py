@@ -95,6 +95,29 @@ def test_serve_stops_though_nobody_reads_its_stdout(word: str, code: int, last: 
         os.close(writer)
 
 
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_serve_goes_on_and_stops_though_a_disk_is_full(full: str) -> None:
+    """Its output goes to a file, which cannot grow."""
+    with open("/dev/full", "w") as disk:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
+        code = FAKE_SERVE.replace("file=sys.stderr", f"file=sys.{'stderr' if full == 'stdout' else 'stdout'}")
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code], stdin=subprocess.PIPE, text=True, **streams
+        )
+    told = process.stderr if full == "stdout" else process.stdout
+    try:
+        assert process.stdin and told
+        said = iter(told.readline, "")
+        assert "started\n" in said
+        print(file=process.stdin, flush=True)
+        assert "serving\n" in said
+        process.send_signal(signal.SIGTERM)
+        assert "stopped\n" in said
+        assert process.wait(60) == 0
+    finally:
+        ended(process)
+
+
 def fill(writer: int) -> None:
     """Fills a pipe, so that whoever writes to it waits for a reader."""
     beside = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
