@@ -16,19 +16,42 @@ from moeserve.proto.host import sockets_parent
 
 log = logging.getLogger(__name__)
 
+LONGEST_PATH = 107
+"""Bytes of a Unix socket's path on Linux."""
+
+LONGEST_NAME = "regions-4194304-0a1b2c3d"
+"""Of the sockets that a service's processes have in the private folder."""
+
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
+def check_room(path: str | None = None) -> None:
+    """Raises OSError where the folder for temporary files is too long a path for the socket at `path`; by
+    default for any that a service makes.
+    """
+    parent = sockets_parent()
+    path = path or f"{parent}/moeserve-{os.geteuid()}/{LONGEST_NAME}"
+    length, needed = len(os.fsencode(parent)), len(os.fsencode(path))
+    if needed > LONGEST_PATH:
+        most = length - needed + LONGEST_PATH
+        raise OSError(
+            f"the folder for temporary files, {parent}, is a path of {length} bytes, and Unix sockets there "
+            f"need one of {most} at most; set TMPDIR to a shorter one, for clients, too"
+        )
+
+
 def listen_privately(what: str, kind: socket.SocketKind) -> tuple[socket.socket, str]:
     """A listening Unix socket in the private folder, and its path, which whoever closes it removes.
 
-    what: the first word of its name. Sockets that processes left when they were killed are removed.
+    what: the first word of its name. Sockets that processes left when they were killed are removed. Raises
+    OSError.
     """
     folder = private_folder()
     _remove_dead(folder)
     path = str(folder / f"{what}-{os.getpid()}-{secrets.token_hex(4)}")
+    check_room(path)
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
         listener.bind(path)

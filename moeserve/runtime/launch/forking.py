@@ -16,6 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
+from moeserve.runtime.keys.sockets import check_room
 from moeserve.runtime.launch import openmp
 
 DEAF = "deaf"
@@ -27,8 +28,9 @@ def warm_processes(imported: Sequence[str], *, heed_sigterm: bool = True) -> For
 
     They have the environment of the first use here, and `openmp.environment`. heed_sigterm: False blocks
     SIGTERM there and in all of them, until they `hear_no_signals`: for a program that has no other processes
-    of this kind.
+    of this kind. Raises OSError.
     """
+    check_room()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imported))
     with openmp.for_ranks(), nullcontext() if heed_sigterm else _blocked(signal.SIGTERM):

@@ -20,7 +20,16 @@ from moeserve.proto.transports.shared_memory import RemoteRegion
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads import handover as handover_room
 from moeserve.runtime.keys import sockets as room
-from moeserve.runtime.keys.sockets import listen_privately, peer_of, private_folder, remove
+from moeserve.runtime.keys.sockets import (
+    LONGEST_NAME,
+    LONGEST_PATH,
+    check_room,
+    listen_privately,
+    peer_of,
+    private_folder,
+    remove,
+)
+from moeserve.runtime.launch.forking import warm_processes
 
 NOBODY = 65534
 
@@ -187,3 +196,20 @@ def test_processes_with_other_folders_share_no_memory(
     monkeypatch.undo()
     host_id.cache_clear()
     assert host_id() == here
+
+
+def test_a_folder_with_too_long_a_path_for_sockets_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("t" * 70)
+    long.mkdir()
+    monkeypatch.setattr(room, "sockets_parent", lambda: str(long))
+    for use in (check_room, lambda: listen_privately("test", socket.SOCK_STREAM)):
+        with pytest.raises(OSError, match=f"{long}, is a path of .*; set TMPDIR to a shorter one"):
+            use()
+    most = LONGEST_PATH - len(f"/moeserve-{os.geteuid()}/{LONGEST_NAME}")
+    monkeypatch.setattr(room, "sockets_parent", lambda: "t" * most)
+    check_room()
+    monkeypatch.setattr(room, "sockets_parent", lambda: "t" * (most + 1))
+    with pytest.raises(OSError, match=f"need one of {most} at most"):
+        warm_processes([])
