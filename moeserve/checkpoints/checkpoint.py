@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -87,6 +88,7 @@ class Checkpoint:
         say_casts(self.dtype, self._layers, self._store)
         self._gates: dict[int, Gate] = {}
         self._sampled: tuple[str, ...] = ()  # the tensors that its mark is made of
+        self._described = ""  # and what the config says of them
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Path]]:
         """A checkpoint travels to another process as its path, and is opened again there."""
@@ -108,16 +110,21 @@ class Checkpoint:
 
     @property
     def mark(self) -> str:
-        """What tells these experts from others of the same shapes, by a sample of them: a copy in another
-        folder, or in other shards, has the same. Files that were written to have another one, as far as their
-        experts differ. Raises CheckpointError for a file that cannot be read.
+        """What tells these experts and how they are chosen from others, by the config and a sample of the
+        weights: a copy in another folder, or in other shards, has the same. Files that were written to have
+        another one, as far as their experts differ. Raises CheckpointError for a file that cannot be read.
         """
         if not self._sampled:
             names = sorted(name for stored in self._layers.values() for name in stored.names.tensors)
             biases = correction_biases(self._store.entries, self._numbers)
             some = {names[at * len(names) // SAMPLES] for at in range(SAMPLES)}
+            each = [
+                (layer, self.shape(layer), self.scheme(layer).name, self._unbiased(layer).constants)
+                for layer in self.layers
+            ]
+            self._described = repr((self.num_experts, self.top_k, each))
             self._sampled = tuple(sorted(some | {biases[layer] for layer in biases if layer in self._layers}))
-        return self._store.mark(self._sampled)
+        return hashlib.sha256((self._described + self._store.mark(self._sampled)).encode()).hexdigest()[:32]
 
     def unmap(self) -> None:
         """Lets go of the maps of its files, once experts have been read; see `TensorStore.unmap`."""
@@ -170,10 +177,14 @@ class Checkpoint:
         """
         if layer not in self._gates:
             self._stored(layer)
+            gate = self._unbiased(layer)
             with values_of(self.path / CONFIG):
-                gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
                 self._gates[layer] = self._biased(gate, layer) if gate.biased and gate.takes_logits else gate
         return self._gates[layer]
+
+    def _unbiased(self, layer: int) -> Gate:
+        with values_of(self.path / CONFIG):
+            return replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
 
     def experts(self, layer: int, ids: Sequence[int], *, part: tuple[int, int] = (0, 1)) -> ExpertWeights:
         """Reads the experts `ids` of `layer`, in that order, and nothing else.

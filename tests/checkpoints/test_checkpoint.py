@@ -345,6 +345,10 @@ def test_a_mark_tells_experts_from_others_and_not_where_they_lie(tmp_path: Path)
     assert Checkpoint(copy).mark == Checkpoint(one).mark != Checkpoint(other).mark
     rewrite(one, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1})
     assert Checkpoint(copy).mark == Checkpoint(one).mark, "experts alone count"
+    edit_config(copy, rope_theta=5e5)
+    assert Checkpoint(copy).mark == Checkpoint(one).mark, "and how they are chosen"
+    edit_config(copy, norm_topk_prob=not Checkpoint(one).config["norm_topk_prob"])
+    assert Checkpoint(copy).mark != Checkpoint(one).mark
 
 
 def test_a_mark_is_of_what_is_read(tmp_path: Path) -> None:
