@@ -92,6 +92,7 @@ def test_a_pod_is_probed_where_the_service_answers_probes(tmp_path: Path) -> Non
     patience = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
     assert patience >= config.cluster.start_timeout_seconds
     server = config.server
+    assert pod["spec"]["shareProcessNamespace"], "or each head that is killed leaves a zombie"
     assert pod["spec"]["terminationGracePeriodSeconds"] > server.drain_seconds + 15
     assert server.host != "127.0.0.1" and config.cluster.launcher == "local"
     (mounted,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "service"]
