@@ -19,7 +19,7 @@ from moeserve.cli.shown.lines import say
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 1.0  # between looks at the group's state
 
 
@@ -111,7 +111,7 @@ def _tell_manager(state: str) -> None:
 
 
 class _Signals:
-    """Turns SIGINT and SIGTERM into a word that `wait` hears and, until a cluster has started, into
+    """Turns SIGINT, SIGTERM and SIGHUP into a word that `wait` hears and, until a cluster has started, into
     KeyboardInterrupt.
 
     The handler takes no lock: it runs wherever the main thread is, also where that holds one. An event's
@@ -126,9 +126,10 @@ class _Signals:
         self.listen()
 
     def listen(self) -> None:
-        """Installs the handler of both signals."""
+        """Installs the handler of the signals; SIGHUP stays ignored where it is, as under `nohup`."""
         for number in STOP_SIGNALS:
-            signal.signal(number, self._told)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._told)
 
     def wait(self, seconds: float) -> bool:
         """Whether a signal has come, as soon as it has, and after so many seconds at most."""

@@ -1,7 +1,7 @@
 """Where a service's processes come from: one that has imported everything and has done nothing.
 
-A terminal's Ctrl-C, and a SIGTERM of systemd's or of `timeout`, reach every process of the service. The one
-that was started stops the others, calls under way first: they leave both signals to it.
+A terminal's Ctrl-C and its end (SIGHUP), and a SIGTERM of systemd's or of `timeout`, reach every process of
+the service. The one that was started stops the others, calls under way first: they leave these signals to it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ def warm_processes(imported: Sequence[str], *, heed_sigterm: bool = True) -> For
     """Where a service's processes come from: one that has imported these modules, those that are installed.
 
     They have the environment of the first use here, and `openmp.environment`. heed_sigterm: False blocks
-    SIGTERM there and in all of them, until they `hear_no_signals`: for a program that has no other processes
-    of this kind. Raises OSError.
+    SIGTERM and SIGHUP there and in all of them, until they `hear_no_signals`: for a program that has no other
+    processes of this kind. Raises OSError.
     """
     check_room()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imported))
-    with openmp.for_ranks(), nullcontext() if heed_sigterm else _blocked(signal.SIGTERM):
+    with openmp.for_ranks(), nullcontext() if heed_sigterm else _blocked(signal.SIGHUP, signal.SIGTERM):
         forkserver.ensure_running()
     return context
 
 
 @contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes that this thread starts meanwhile begin with the signal blocked. One that comes for this
+def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Processes that this thread starts meanwhile begin with the signals blocked. One that comes for this
     process is heard by another thread, or afterwards.
     """
-    resource_tracker.ensure_running()  # which unblocks signals where it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        resource_tracker.ensure_running()  # which unblocks SIGTERM where it starts
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -61,13 +62,15 @@ def begin(process: BaseProcess) -> None:
 
 
 def hear_no_signals() -> None:
-    """Leaves SIGINT and SIGTERM to the launcher: the calling process ends by its word, its end, or killed.
+    """Leaves SIGINT, SIGTERM and SIGHUP to the launcher: the calling process ends by its word, its end, or
+    killed.
 
-    SIGTERM has a handler, since a compiler that this process starts would ignore it for ever, too.
+    The last two have a handler, since a compiler that this process starts would ignore them for ever, too.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
 
 
 def _kill_left() -> None:

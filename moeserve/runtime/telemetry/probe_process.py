@@ -262,6 +262,6 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all: the service says when this ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which may reach all: the head ends this
         signal.signal(number, signal.SIG_IGN)
     asyncio.run(main())
