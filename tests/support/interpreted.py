@@ -17,5 +17,6 @@ def run(module: str) -> None:
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("language_once")
     importlib.import_module(sys.argv[1]).check_all("cpu")
     print(f"checked {sys.argv[1]}")

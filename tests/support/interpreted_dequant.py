@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+import language_once  # noqa: F401
 import torch
 import triton
 import triton.language as tl

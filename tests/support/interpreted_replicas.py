@@ -6,6 +6,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
 
+import language_once  # noqa: F401
 import numpy as np
 import torch
 from torch import Tensor
