@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
+# Set, it would have every process compile our modules, and pytest all its assertions, anew each time.
+unexport PYTHONDONTWRITEBYTECODE
 NODE := $(shell command -v node 2>/dev/null)
 TYPESCRIPT := clients/typescript
 
