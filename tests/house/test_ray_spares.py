@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from failures import serve_again, stand_still
 from houses import Alone, house_config
 
 from moeserve.proto.client import MoeClient
+from moeserve.runtime.launch.on_ray import ray_cluster
 from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster
 from moeserve.runtime.launch.watch import stat_of
 
@@ -21,6 +24,15 @@ pytestmark = pytest.mark.ray
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
 WARM_SECONDS = 60.0
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    """A Ray on this machine, as a service without an address would start it: for all tests here."""
+    with ray_cluster._on_loopback():
+        ray.init(address="local", num_cpus=4, include_dashboard=False)
+    yield
+    ray.shutdown()
 
 
 def warm(house: RayCluster, *, besides: int = 0) -> int:
