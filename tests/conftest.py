@@ -22,6 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Turns(Path(config.option.basetemp).parent))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file of those that take turns for Ray goes first: beside the next one of them, which is its
+    neighbour by name, a worker waited for it and did nothing.
+    """
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked `gpu(n)` runs where there are n CUDA devices."""
     if (mark := item.get_closest_marker("gpu")) and torch.cuda.device_count() < mark.args[0]:
