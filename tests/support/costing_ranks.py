@@ -58,9 +58,11 @@ def chosen(book: CostBook, plan: Plan, rank: int, monitor: Callable[..., Measure
     """One choice, with an eye on what it measures."""
     seen: list[str] = []
 
-    def watched(candidates: list[Candidate], seconds: float, over: ProcessGroup | None) -> Measured:
+    def watched(
+        candidates: list[Candidate], seconds: float, over: ProcessGroup | None, within: float
+    ) -> Measured:
         seen.extend(candidate.entry.name for candidate in candidates)
-        return monitor(candidates, seconds, over)
+        return monitor(candidates, seconds, over, within)
 
     def spec_of(asked: Plan, span: DispatchSpan) -> DispatchSpec:
         problem = asked.problem
