@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from cuda_on_cpu import COMPILER, HostFunction, on_cpu
+from cuda_on_cpu import HostFunction, needs_compiler, on_cpu
 
 from moeserve.device.arguments import Arguments
 from moeserve.device.nvrtc import Program
@@ -28,11 +28,10 @@ FUNCTIONS = {
     "mail_await": AWAIT,
 }
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    needs_compiler()
     return on_cpu(kernels.program(), FUNCTIONS, tmp_path_factory.mktemp("kernels"))
 
 

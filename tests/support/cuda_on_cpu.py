@@ -12,10 +12,13 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Program
 
 COMPILER = shutil.which("g++")
+FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w")
 MOST_THREADS = 64  # of a block: kernels go by how many it has
 
 BEFORE = """
@@ -104,6 +107,16 @@ extern "C" void launch_{name}(const void* given, int blocks, int threads) {{
 """
 
 
+def needs_compiler() -> None:
+    """Skips a test where there is no g++, or one without the barriers of C++20."""
+    if COMPILER is None:
+        pytest.skip("needs g++")
+    text = "#include <barrier>\nstd::barrier<> one(1);\n"
+    command = [COMPILER, *FLAGS, "-x", "c++", "-", "-o", "/dev/null"]
+    if subprocess.run(command, input=text, capture_output=True, text=True, timeout=60).returncode:
+        pytest.skip("needs a g++ that has <barrier>, as from 11 on")
+
+
 def on_cpu(program: Program, functions: Mapping[str, Arguments], folder: Path) -> ctypes.CDLL:
     """The kernels `functions` of a program, by name with their arguments, as a library in `folder`."""
     text = re.sub(r"static_assert\(.*?\);\n", "", program.source)
@@ -116,10 +129,8 @@ def on_cpu(program: Program, functions: Mapping[str, Arguments], folder: Path) -
     launches = (AFTER.format(name=name, arguments=one.name) for name, one in functions.items())
     source, made = folder / "kernels.cpp", folder / "kernels.so"
     source.write_text("\n".join((BEFORE, text, *launches)))
-    command = [COMPILER or "g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", *program.options]
-    done = subprocess.run(
-        [*command, str(source), "-o", str(made)], capture_output=True, text=True, timeout=240
-    )
+    command = [COMPILER or "g++", *FLAGS, *program.options, str(source), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert not done.returncode, done.stderr[:4000]
     return ctypes.CDLL(str(made))
 

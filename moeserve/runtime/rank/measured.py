@@ -125,7 +125,8 @@ class ExpertRows:
         """What was counted so far; None where nothing was."""
         self.count()
         sums = list[Tensor]()
-        for table in map(torch.stack, map(list, self._tables.values())):
+        for rows in self._tables.values():
+            table = torch.stack(rows)
             sums.append(torch.stack((table[:, :-1].sum(dim=1), table[:, -1])))
         return RowsReading(torch.stack(sums).sum(dim=0)) if sums else None
 

@@ -153,7 +153,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   bool there = count > 0;
   if (there && !args.awaited && !args.host && threadIdx.x && threadIdx.x < lines_there)
     there = await_tag(lines + threadIdx.x, tag, words, LATE, behind);
-  const int blocks = args.awaited ? min(lines_there, (int)gridDim.x) : gridDim.x;  // few of them may be waited for, too
+  const int blocks = args.awaited ? min(lines_there, (int)gridDim.x) : gridDim.x;  // few may read what one waits for
   if (there && args.host && threadIdx.x == 0 && block < blocks) {
     const long end = (long)count * args.row_words * (block + 1) / blocks;  // of its share
     there = await_filled(lines, (end + args.row_words - 1) / args.row_words, words, behind);
@@ -270,8 +270,8 @@ DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u64 t
   }
 }
 
-// Gives the answer of the step that was taken last to its caller, and counts the step, its rows and those of experts. Behind the last step of
-// a run it brings the words back. Of a caller's rows in host memory the owner's host says how a pass has ended.
+// Gives the answer of the step that was taken last to its caller, and counts the step, its rows and those of experts. Behind
+// the last step of a run it brings the words back. Of a caller's rows in host memory the owner's host says how a pass has ended.
 //
 // READ says that the step's kernels are over, and that whatever is launched behind may write what this reads; DONE that it is
 // over. Both go by how many steps were taken (TOOK), since a take that begins beside a post may end before it. A take begins as
