@@ -269,6 +269,8 @@ def test_blocks_of_an_early_take_go_by_what_they_are_launched_with(monkeypatch: 
     owner_text = (files("moeserve.dispatch.mail") / "text" / "owner.cu").read_text()
     taken = owner_text[owner_text.index("void mail_take(") : owner_text.index("bool lacks_sums(")]
     assert taken.count("word(words, TOOK)") == taken.count("took = behind ? behind : word(words, TOOK);") == 1
+    posted = owner_text[owner_text.index("void mail_post(") : owner_text.index("void mail_words(")]
+    assert posted.count("TOOK") == posted.count("took = args.took ? args.took : word(words, TOOK);") == 1
     assert "TOOK" not in owner_text[owner_text.index("void mail_await(") :]
 
 

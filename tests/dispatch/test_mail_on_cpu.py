@@ -68,17 +68,25 @@ class Both:
         self, stage: int, given: Given, padded: int, *, lone: bool = False
     ) -> tuple[Given, torch.Tensor]:
         """A run of one step, on rows like those that were brought: what the owner has of them."""
+        room, valid = self.room(given, padded)
+        self.begin()
+        self.owner.take(stage, LAYER, room, valid, lone=lone)
+        self.tally = Tally(torch.ones(3, dtype=torch.int32), *torch.zeros(4, dtype=torch.int64).split(3))
+        self.owner.post(stage, -room.hidden, self.tally, last=True)
+        return room, valid
+
+    def room(self, given: Given, padded: int) -> tuple[Given, torch.Tensor]:
+        """Where `padded` rows like these come to, and which there are; as another step has left it."""
         room = Given(
             torch.full((padded, HIDDEN), 7.0, dtype=torch.bfloat16),
             torch.full((padded, given.route.shape[1]), 9, dtype=given.route.dtype),
             None if given.weights is None else torch.full((padded, TOP_K), 9.0),
         )
-        valid = torch.ones(padded, dtype=torch.bool)
+        return room, torch.ones(padded, dtype=torch.bool)
+
+    def begin(self) -> None:
+        """A run begins."""
         self._words.begin(self.state, self.now, self.host)
-        self.owner.take(stage, LAYER, room, valid, lone=lone)
-        self.tally = Tally(torch.ones(3, dtype=torch.int32), *torch.zeros(4, dtype=torch.int64).split(3))
-        self.owner.post(stage, -room.hidden, self.tally, last=True)
-        return room, valid
 
 
 def given(rows: int, *, logits: bool = False) -> Given:
@@ -107,6 +115,31 @@ def test_all_rows_come_to_the_owner_and_all_answers_home(
         assert valid.tolist() == [True] * rows + [False] * (padded - rows)
         assert torch.equal(out, -batch.hidden)
         assert both.tally.totals.tolist() == [1, 1, 1] and both.tally.taken.tolist() == [rows]
+
+
+@pytest.mark.parametrize("rows", [(1, 13), (60, 5), (100, 100)])
+def test_rows_are_taken_while_the_step_before_is_posted(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
+) -> None:
+    """Its kernels are over, and its post has not read anything yet."""
+    both, batches = Both(library, monkeypatch, 128), [given(count) for count in rows]
+    rooms = [both.room(one, padded_rows(count)) for one, count in zip(batches, rows, strict=True)]
+    for stage, one in enumerate(batches):
+        both.caller.bring(stage, LAYER, one)
+    both.begin()
+    for stage, (room, valid) in enumerate(rooms):
+        both.owner.take(stage, LAYER, room, valid, early=stage)
+        assert int(both.now[Word.READ]) == stage  # as the step's post says before it reads
+        both.now[Word.READ] = 1
+    for stage, (room, _) in enumerate(rooms):
+        both.owner.post(stage, -room.hidden, took=stage + 1, last=stage == 1)
+    for stage, (one, (room, valid)) in enumerate(zip(batches, rooms, strict=True)):
+        assert torch.equal(room.hidden[: rows[stage]], one.hidden) and int(valid.sum()) == rows[stage]
+        out = torch.full_like(one.hidden, torch.nan)
+        both.caller.fetch(stage, out)
+        assert torch.equal(out, -one.hidden), stage
+    assert int(both.state[Word.ENDED]) == 0 and both.state[STEPS : STEPS + 2].tolist() == [1, 1]
+    assert int(both.state[Word.DONE]) == int(both.state[Word.TOOK]) == 2
 
 
 def test_a_step_that_does_not_fit_is_left_and_counts_no_rows(

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from houses import Alone
+from pass_pairs import rows_taken
 from torch import Tensor
 
 from moeserve.dispatch.mail.host_layout import HostMailLayout
 from moeserve.dispatch.mail.kernels import CHOICE, Given
-from moeserve.dispatch.mail.layout import Word
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import fence, tag_of
 from moeserve.runtime.rank.runs.runs import OwnerLane, PassRuns, Run, Told
@@ -127,4 +127,4 @@ class HostPair:
     def taken(self) -> int:
         """Rows of the last step, as the owner has agreed upon them."""
         torch.cuda.synchronize()
-        return int(self.owner.state[Word.TAKEN]) & 0xFFFFFFFF
+        return rows_taken(self.owner.state)

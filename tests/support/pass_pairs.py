@@ -16,6 +16,11 @@ MOST = 40
 """Rows of a lane that says nothing else."""
 
 
+def rows_taken(state: Tensor) -> int:
+    """Rows of the last step of the run that has left this state."""
+    return int(state[Word.TAKEN]) >> 32 * (int(state[Word.TOOK]) % 2) & 0xFFFFFFF
+
+
 class Pair:
     """A lane between two streams of one GPU. patience: longer than kernels take to compile, by default."""
 
@@ -104,7 +109,7 @@ class Pair:
     def taken(self) -> int:
         """Rows of the last step, as the owner has agreed upon them."""
         torch.cuda.synchronize()
-        return int(self.owner.state[Word.TAKEN])
+        return rows_taken(self.owner.state)
 
     @property
     def answer(self) -> Tensor:

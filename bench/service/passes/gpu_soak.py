@@ -1,12 +1,14 @@
 """Attached callers of a GPU for minutes, every answer compared, while others of their kind do wrong.
 
     python -m bench.service.passes.gpu_soak [--seconds 600] [--experts 32] [--layers 4]
-        [--short-rows 16] [--out FILE]
+        [--short-rows 16] [--callers 1] [--stages 3] [--out FILE]
 
 One rank with FP8 experts of 7168 x 2048, top-8, on the first GPU, and callers on the second. Two steady ones
 make forward passes over all layers as fast as they can, of 1 to 64 rows, one as CUDA graphs and one eagerly.
-Their answers are compared on their device, all of them, with those that `MoeClient` had before: bit by bit,
-and within a bound. Meanwhile others attach, one at a time, and do wrong, by turns:
+With --callers 1 there is the first one alone, whose steps are launched ahead while no other calls; with
+--stages their forward passes have more of them. All answers are compared on their device with those that
+`MoeClient` had before: bit by bit, and within a bound. Meanwhile others attach, one at a time, and do wrong,
+by turns:
 
     alone     nobody does
     killed    between two steps of a pass, whichever
@@ -238,6 +240,8 @@ def main() -> None:
     parser.add_argument(
         "--short-rows", type=int, default=0, help="passes.short_rows: steps of up to so many overtake others"
     )
+    parser.add_argument("--callers", type=int, default=2, choices=(1, 2), help="that are compared")
+    parser.add_argument("--stages", type=int, default=1, help="of their forward passes")
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
@@ -257,7 +261,8 @@ def main() -> None:
         }
         with LocalCluster(Config().with_values(given)) as cluster:
             device = f"cuda:{min(1, gpus - 1)}" if gpus else "cpu"
-            found = Watch(cluster, Served(cluster.address, sizes, device), args.seconds).run()
+            served = Served(cluster.address, sizes, device, args.callers, args.stages)
+            found = Watch(cluster, served, args.seconds).run()
     told(args, found, sizes, gpus)
     faulthandler.cancel_dump_traceback_later()
 
@@ -288,9 +293,9 @@ def told(args: argparse.Namespace, found: Watched, sizes: Sizes, gpus: int) -> N
     held |= {f"gap ms, {turn}": round(1000 * one, 1) for turn, one in found.gaps.items()}
     held |= {f"turns, {turn}": float(count) for turn, count in found.turns.items()}
     apart = f", steps of up to {args.short_rows} rows on a track of their own" if args.short_rows else ""
-    case = (
-        f"2 steady callers of {sizes.layers} layers on {where}{apart}, {args.seconds:.0f} s, others do wrong"
-    )
+    who = "1 steady caller" if args.callers == 1 else f"{args.callers} steady callers"
+    of = f"{sizes.layers} layers" if args.stages == 1 else f"{sizes.layers} layers in {args.stages} stages"
+    case = f"{who} of {of} on {where}{apart}, {args.seconds:.0f} s, others do wrong"
     print(json.dumps({"case": case, "bad": bad, "texts": texts[:8]} | held), flush=True)
     unit = "answers wrong, passes failed, callers refused, things that grew, or too long gaps"
     write([Result("gpu_pass_soak", case, float(bad), unit, "lower", 0.0, held)], args.out)

@@ -79,6 +79,7 @@ POST = Arguments(
     totals="u64*?",
     taken="u64*?",
     slots="int",
+    took="int",
     early="int",
     last="int",
     lines_at="u64",

@@ -226,7 +226,8 @@ class OwnerKernels:
         `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
 
         early: what was launched right before is a `post` of another stage, beside which this may begin; as
-        many steps as the run has before this one. lone: one block alone waits, however few there are: others
+        many steps as the run has before this one. The step before has another room, and what it posts stays
+        until the next post is launched. lone: one block alone waits, however few there are: others
         want the multiprocessors meanwhile.
         """
         layout, padded = self._layout, room.hidden.shape[0]
@@ -248,13 +249,15 @@ class OwnerKernels:
         tally: Tally | None = None,
         living: Living | None = None,
         *,
+        took: int = 0,
         early: bool = False,
         last: bool = False,
     ) -> None:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory; where a member
         was given up whose sums it should have, the pass ends as lost instead. tally: counted behind that.
-        last: of a run that `Words` has begun. early: kernels lie between the take of the step and this, the
-        first of which has waited until the take was over.
+        took: steps of the run up to this one; 0 where no take begins beside this. last: of a run that `Words`
+        has begun. early: kernels lie between the take of the step and this, the first of which has waited
+        until the take was over.
         """
         lines, rows = self._layout.answer(stage)
         self._post.launch(
@@ -268,6 +271,7 @@ class OwnerKernels:
                 "totals": None if tally is None else tally.totals,
                 "taken": None if tally is None else tally.taken,
                 "slots": 0 if tally is None else len(tally.counts),
+                "took": took,
                 "early": int(early and self._overlaps),
                 "last": int(last),
                 "blocks": self._layout.blocks,

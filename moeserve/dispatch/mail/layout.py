@@ -45,7 +45,7 @@ class Word(IntEnum):
     ABORT = 5  # address of a word of the host's: not 0 ends all waits; 0: there is none
     MIRROR = 6  # address of host memory: of a table, the mailbox that the host reads, 0: there is none;
     # of a state, where its words are told when a run has ended
-    TAKEN = 7  # of a state: rows of the step that was taken last; above them the buffer of its answer
+    TAKEN = 7  # of a state: 32 bits of every other step that was taken: rows, and the buffer of its answer
     EPOCH = 8  # of a state: of the answers
     VERSION = 9  # of a state: of the weights
     AGREED = 10  # of a state: rows of the step that several blocks took last, and 1; above them which it is

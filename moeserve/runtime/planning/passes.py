@@ -23,6 +23,9 @@ GRAPH_STEP_BYTES = 128 << 10
 BESIDE_STEP_BYTES = 384 << 10
 """The same of a step beside the short track, whose two GEMMs may be `steps.MOST_PIECES` launches each."""
 
+ROOMS = 2
+"""Rows of steps that one memory has room for: those of the next one are taken while a step ends."""
+
 GROWN = 2
 """What is made anew for sizes that double takes twice what the largest size takes, at most."""
 
@@ -32,7 +35,7 @@ class PassBytes:
     """Bytes of one rank's GPU."""
 
     mailboxes: int  # of all lanes: `passes.lanes` of `passes.lane_bytes`, of which callers hold a part
-    rooms: int  # where the rows of a track's steps lie, one after the other, of own lanes and other members'
+    rooms: int  # where rows of a track's steps lie, of two of own lanes and of one of other members'
     pool: int  # what recorded steps of each track work in, one after the other
     graphs: int  # what CUDA keeps of `passes.graph_steps` recorded steps
 
@@ -102,7 +105,7 @@ def pass_bytes(
     recorded, others = bool(passes.graph_steps), hidden + choice + 1 if served.mesh.ranks > 1 else 0
     return PassBytes(
         passes.lanes * passes.lane_bytes,
-        GROWN * padded * (row + 1 + others),
+        GROWN * padded * (ROOMS * (row + 1) + others),
         recorded * GROWN * sum(steps),
         passes.graph_steps * step_graph,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -273,13 +274,21 @@ def test_graphs_are_recorded_once_and_dropped_by_their_steps() -> None:
     assert len(graphs) == 0 and not graphs.seen("one")
 
 
+class Answer:
+    """Memory that a post reads."""
+
+
 class Own:
     """A member whose own runs only note what they queue: what takes and posts, and steps between."""
 
     def __init__(self, members: Members) -> None:
         self.queued: list[tuple[object, ...]] = []
         self.early: list[int] = []  # of each take
-        self.last: list[bool] = []  # of each post
+        self.took: list[int] = []  # of each post
+        self.last: list[bool] = []  # likewise
+        self.others: list[bool] = []  # of the room of each step
+        self.answers: list[weakref.ref[Answer]] = []  # of each step
+        self.kept: list[bool] = []  # of each step, whether the answer before it was there as it was queued
         self.expected: list[tuple[object, ...]] = []
         self.epoch, self.member = SimpleNamespace(members=members), members.at(0)
         made = self.runs = PassRuns.__new__(PassRuns)  # whose first act is to load kernels
@@ -288,7 +297,7 @@ class Own:
         self.track = SimpleNamespace(
             number=MAIN,
             kernels_of=lambda layout: kernels,
-            room=lambda layout, rows, kind: (LaneInput(*4 * (torch.zeros(rows),)), None),
+            room=self.room,
         )
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -301,11 +310,24 @@ class Own:
         self.queued.append(("take", layer, stage))
         self.early.append(early)
 
+    def room(self, layout: object, rows: int, kind: int, *, other: bool) -> tuple[LaneInput, None]:
+        self.others.append(other)
+        return LaneInput(*4 * (torch.zeros(rows),)), None
+
     def post(
-        self, stage: int, answer: object, tally: object, living: object, *, early: bool, last: bool
+        self,
+        stage: int,
+        answer: object,
+        tally: object,
+        living: object,
+        *,
+        took: int,
+        early: bool,
+        last: bool,
     ) -> None:
         assert early, "kernels of the step lie between"
         self.queued.append(("post", stage, living, tally))
+        self.took.append(took)
         self.last.append(last)
 
     def living(self, layer: int, rows: int) -> str:
@@ -313,7 +335,10 @@ class Own:
 
     def record(self, layer: int, rows: Any, lanes: tuple[int, ...], then: Any, number: int) -> None:
         self.queued.append(("step", layer, lanes, number))
-        then("an answer", f"rows of layer {layer}")
+        self.kept += [found() is not None for found in self.answers[-1:]]
+        answer = Answer()
+        self.answers.append(weakref.ref(answer))
+        then(answer, f"rows of layer {layer}")
 
     def numbers(self, steps: list[tuple[int, int]], number: int) -> tuple[int, ...]:
         return tuple(number + at for at in range(len(steps)))
@@ -346,6 +371,10 @@ def test_rows_are_taken_beside_the_answer_of_another_stage_and_behind_that_of_th
     own = Own(MEMBERS)
     own.work((3, 0), (3, 1), (5, 1), (5, 0), number=100)
     assert own.early == [0, 1, 0, 3], "steps before those of another stage"
+    assert own.took == [1, 2, 3, 4]
+    assert own.others == [False, True, False, True], "not where the step before has its rows"
+    assert own.kept == [True] * 3, "a post may read while the next step is computed"
+    assert [found() for found in own.answers] == [None] * 4
     assert own.last == [False, False, False, True], "one brings the words of the run back"
 
 

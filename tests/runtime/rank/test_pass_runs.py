@@ -46,6 +46,36 @@ def test_answers_have_the_bits_of_a_step(runs: PassRuns, rank: HostedRank, alone
     assert len(runs) >= 4
 
 
+@pytest.mark.parametrize("rows", [(1, 5, 2), (16, 1, 33), (300, 40, 1)])
+def test_steps_are_right_beside_the_answers_before_them(
+    runs: PassRuns, rank: HostedRank, alone: Alone, rows: tuple[int, ...]
+) -> None:
+    """In forward passes of many steps rows of a stage are taken, and computed, while another's are posted."""
+    pair, stages, kinds = Pair(runs, alone, stages=3, rows=300), range(3), 4
+    layers = LAYERS * 8
+    batches = [
+        [given(alone, rows[(stage + kind) % 3], seed=10 * kind + stage) for stage in stages]
+        for kind in range(kinds)
+    ]
+    right = [[[expected(rank, layer, one) for one in of] for layer in LAYERS] for of in batches]
+    steps = tuple((layer, stage) for layer in layers for stage in stages)
+    for turn in range(24):
+        of, wanted = batches[turn % kinds], right[turn % kinds]
+        flight, found = pair.launch(steps, padded_rows(max(rows)), begins=pair.begin()), list[Tensor]()
+        for stage in stages:
+            pair.bring(stage, layers[0], of[stage])
+        for behind in (*layers[1:], None):
+            for stage in stages:
+                found.append(pair.fetch(stage, of[stage].hidden))
+                if behind is not None:
+                    pair.bring(stage, behind, of[stage])
+        assert pair.told(flight) == Told(0, (len(layers),) * 3) and pair.ended == 0
+        wrong = [
+            at for at, (layer, stage) in enumerate(steps) if not torch.equal(found[at], wanted[layer][stage])
+        ]
+        assert not wrong, (turn, wrong)
+
+
 @pytest.mark.parametrize("others", [1, 300])
 @pytest.mark.parametrize("rows", [1, 40, 112, 300, 1792])
 def test_an_answer_is_fetched_as_other_rows_are_brought(

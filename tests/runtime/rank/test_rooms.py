@@ -13,8 +13,8 @@ from moeserve.runtime.step import LaneInput, LaneLogits
 ROW = 64 * 2 + 2 * 8 + 8 * 4 + 1  # bytes
 
 
-def layout(rows: int) -> MailLayout:
-    return MailLayout(rows, 1, 64, 8, 2, torch.bfloat16)
+def layout(rows: int, stages: int = 1) -> MailLayout:
+    return MailLayout(rows, stages, 64, 8, 2, torch.bfloat16)
 
 
 @pytest.fixture
@@ -48,6 +48,23 @@ def test_a_larger_lane_leaves_the_rooms_that_graphs_know_and_all_take_twice_the_
     rooms.clear()
     assert rooms.nbytes == 0 and not len(rooms)
     assert rooms.of(layout(1000), 4, LOGITS).hidden.shape == (4, 64), "rows that nobody has made room for"
+
+
+def test_a_lane_of_several_stages_has_two_rooms_that_share_no_row(rooms: Rooms) -> None:
+    before = rooms.of(layout(64), 64, CHOICE)  # which a graph of another lane knows
+    for rows in (1, 16, 64, 100):
+        lane = layout(rows, stages=2)
+        rooms.grow(lane, rows)
+        for kind in (CHOICE, LOGITS):
+            pair = [rooms.of(lane, rows, kind, other=other) for other in (False, True)]
+            for room, value in zip(pair, (1.0, 2.0), strict=True):
+                room.hidden.fill_(value)
+                room.valid.fill_(value == 1.0)
+            assert pair[0].hidden.eq(1).all() and pair[1].hidden.eq(2).all()
+            assert pair[0].valid.all() and not pair[1].valid.any()
+            assert pair[1] is rooms.of(lane, rows, kind, other=True)
+    assert rooms.of(layout(64), 64, CHOICE) is before
+    assert rooms.nbytes <= 2 * 2 * 128 * ROW
 
 
 @pytest.mark.gpu(1)

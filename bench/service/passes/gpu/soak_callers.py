@@ -24,6 +24,7 @@ from moeserve.torch.attached import Attached
 from moeserve.torch.attached_device import AttachedDevice
 
 ROWS = (1, 64, 2, 33, 16, 5, 48, 8, 57, 3, 24, 13)  # of a steady caller's passes, one after another
+APART = 5  # inputs between those of two stages
 PASSES = 8  # of a steady caller between two looks at its answers
 RUDE_ROWS = 8
 RUDE_SECONDS = 10.0  # for an answer; a kernel that waits for one ends then at the latest
@@ -35,15 +36,20 @@ MOST_TEXTS = 50
 
 @dataclass(frozen=True)
 class Served:
-    """What callers are told of the service. device: of the callers' rows."""
+    """What callers are told of the service. device: of the callers' rows. callers and stages: of the steady
+    ones.
+    """
 
     address: str
     sizes: Sizes
     device: str
+    callers: int = 2
+    stages: int = 1
 
-    def opened(self, name: str, rows: int, timeout: float = 60.0) -> Way:
-        """A way of one stage."""
-        return connect(Settings("attached", self.address, timeout, name=name, rows=rows, device=self.device))
+    def opened(self, name: str, rows: int, timeout: float = 60.0, stages: int = 1) -> Way:
+        """A way of so many stages."""
+        how = Settings("attached", self.address, timeout, name=name, rows=rows, device=self.device)
+        return connect(replace(how, stages=stages))
 
 
 @dataclass
@@ -84,16 +90,21 @@ def known(served: Served) -> list[Known]:
 
 class Steady:
     """A caller that makes whole forward passes until it is told to stop. recorded: as CUDA graphs, one for
-    each of its inputs; else eagerly. All answers are compared on its device, as a part of the graph.
+    each of its inputs; else eagerly. All answers are compared on its device, as a part of the graph. Each
+    stage has other rows, and mostly more or fewer of them.
     """
 
     def __init__(self, served: Served, name: str, given: list[Known], *, recorded: bool) -> None:
-        self._given, self._device = given, served.device
-        self._way = served.opened(name, max(ROWS))
+        self._device = served.device
+        self._way = served.opened(name, max(ROWS), stages=served.stages)
         self._stream = torch.cuda.Stream(served.device) if served.device != "cpu" else None
         self._seen, self._last = Seen(), time.monotonic()
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._launches: list[Callable[[], None]] = [lambda one=one: self._eager(one) for one in given]
+        passes = [
+            [given[(at + APART * stage) % len(given)] for stage in range(served.stages)]
+            for at in range(len(given))
+        ]
+        self._launches: list[Callable[[], None]] = [lambda one=one: self._eager(one) for one in passes]
         with self._on_stream():
             self._counts = torch.zeros(3, dtype=torch.int64, device=served.device)
             """Answers; of them those with other bits; those that are off by more than the bound."""
@@ -101,7 +112,7 @@ class Steady:
                 launch()
             self._checked()
         if recorded:
-            self._launches = [self._recorded(one) for one in given]
+            self._launches = [self._recorded(one) for one in passes]
         self._renews = recorded
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -130,16 +141,24 @@ class Steady:
             stack.enter_context(torch.cuda.stream(self._stream))
         return stack
 
-    def _eager(self, one: Known) -> None:
+    def _eager(self, stages: list[Known]) -> None:
         """A forward pass, and the comparison of its answers."""
-        answers = torch.stack([self._way.mixed(layer, rows) for layer, rows in enumerate(one.rows)])
+        found: list[list[Tensor]] = [[] for _ in stages]
+        for layer in range(len(stages[0].rows)):
+            calls = [self._way.submit(layer, one.rows[layer]) for one in stages]
+            for answers, call in zip(found, calls, strict=True):
+                answers.append(self._way.wait(call))
+        for one, answers in zip(stages, found, strict=True):
+            self._compare(one, torch.stack(answers))
+
+    def _compare(self, one: Known, answers: Tensor) -> None:
         bits = (answers.view(torch.int16) != one.right.view(torch.int16)).flatten(1).any(1).sum()
         far = (answers.float() - one.right.float()).abs().flatten(1).amax(1)
         self._counts[0].add_(len(one.rows))
         self._counts[1].add_(bits)
         self._counts[2].add_((~(far <= one.bound)).sum())
 
-    def _recorded(self, one: Known) -> Callable[[], None]:
+    def _recorded(self, one: list[Known]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=self._stream):
             self._eager(one)
@@ -190,16 +209,16 @@ class Steady:
 
 
 def steady(served: Served, pipe: Connection, seconds: float) -> None:
-    """A process with two steady callers, one recorded where there is a GPU. It sends what they saw whenever
-    it is asked to look, and ends when it is told so. seconds: after which it is ended where it hangs.
+    """A process with steady callers, the first one recorded where there is a GPU. It sends what they saw
+    whenever it is asked to look, and ends when it is told so. seconds: after which it is ended where it
+    hangs.
     """
     faulthandler.dump_traceback_later(seconds, exit=True)
     torch.set_num_threads(1)
     given = known(served)
-    callers = [
-        Steady(served, "steady-recorded", given, recorded=served.device != "cpu"),
-        Steady(served, "steady-eager", given[::-1], recorded=False),
-    ]
+    callers = [Steady(served, "steady-recorded", given, recorded=served.device != "cpu")]
+    if served.callers > 1:
+        callers.append(Steady(served, "steady-eager", given[::-1], recorded=False))
     for caller in callers:
         caller.start()
     pipe.send("begun")

@@ -2,9 +2,9 @@
 // reads waits, for a bounded time, for the tag of what it reads.
 //
 // A *line* of 32 bytes for each block says that the block's share is there. Whoever writes a step of `count` rows divides
-// it among `blocks_of(count)` blocks. Where it is read by a few blocks, each waits for all lines; where by many, one
-// block waits in their place, and they divide the step as it was written. `memory.cu` and the structs of arguments
-// precede this text, `caller.cu` and `owner.cu` follow it.
+// it among `blocks_of(count)` blocks. Where it is read by a few blocks, each waits for all lines. Where by many, one block
+// waits in their place, and where others want the multiprocessors, too; the readers divide the step among as many as wrote
+// it, or as there are. `memory.cu` and the structs of arguments precede this text, `caller.cu` and `owner.cu` follow it.
 //
 // A hop is a chain of latencies: what does not depend on one another is asked for at once, before anything is waited for.
 
@@ -139,8 +139,14 @@ struct Routes {
 // Notes how a pass has ended, where it had not.
 DEVICE void note_end(u64* words, u64 status) { atomicCAS(words + ENDED, 0ull, status); }
 
-// READ of a state, of the step that was taken as number `took`. Its kernels have ended, so that its room may be written; and its
-// post has read all that it gives, too.
+// What a take leaves to the post of its step, of the two that may be under way: rows, and above them the buffer of the answer.
+// No lane has memory for so many rows.
+#define BUFFER_BIT 28
+DEVICE volatile u32* taken_at(u64* words, u64 took) { return (volatile u32*)(words + TAKEN) + (took & 1); }
+DEVICE u32 rows_of(u32 taken) { return taken & ((1u << BUFFER_BIT) - 1); }
+
+// READ of a state, of the step that was taken as number `took`. Its kernels have ended, so that those of the next step may write
+// what they worked in; and its post has read all that it gives, too.
 DEVICE u64 over_at(u64 took) { return 2 * took - 1; }
 DEVICE u64 read_at(u64 took) { return 2 * took; }
 

@@ -105,8 +105,9 @@ DEVICE bool await_filled(const Line* header, long rows, u64* words, u64 behind) 
 // launched for. Others are launched anew, and so are those of another kind, or layer: the run before had fewer steps.
 //
 // Where it follows a post of another stage (`early`) it begins beside that, and perhaps beside the kernel before: it looks for
-// its rows and asks for them meanwhile. The room is written once the step before is over. What the post reads or writes itself
-// (TAKEN, ENDED) waits until the post has read all that it gives: the kernels behind this one run while it is on its way.
+// its rows, and takes them to another room than that of the step before. When it is over, so is that step, and the kernels behind
+// this one begin, while the post may still be on its way: what that reads is not theirs, and TAKEN has two halves, of which this
+// writes the other. A pass is ended by this (ENDED) when the post has read all that it gives.
 //
 // `early` is how many steps of the run were taken before. A block may find a place only when the first one, which counts this
 // step in TOOK, is over: what all blocks go by is not read from there.
@@ -164,11 +165,6 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   Routes routes((const u32*)(box + args.route_at), args.weights ? (const u32*)(box + args.weights_at) : nullptr,
                 mine * args.route_words, block, blocks);
   Taking rows_here(box + args.hidden_at, mine, args.row_words, block, blocks);
-  if (args.early) {
-    if (threadIdx.x == 0) await_over(words, took);
-    __syncthreads();
-  }
-  const u64 read = word(words, READ);  // likely all, and asked for beside what is stored
   const u32 experts = args.weights ? (u32)args.experts : 0xffffffffu;
   rows_here.store(args.hidden);
   routes.store(args.route, args.weights, [&](u32 id) {
@@ -179,9 +175,9 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   if (block == 0)
     for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < count;
   if (block || threadIdx.x) return;
-  if (args.early && read < read_at(took)) await_read(words, took);
-  words[TAKEN] = (u64)next.found.buffer << 32 | count;
+  *taken_at(words, took + 1) = next.found.buffer << BUFFER_BIT | count;
   words[TOOK] = took + 1;
+  if (args.early) await_over(words, took);
 }
 
 // Whether a member is waited for no more whose sums the answer should have. Each of the first 64 threads looks at a place.
@@ -256,10 +252,10 @@ DEVICE void tell_part(u64* words, int stage, int part, int blocks, u64* header, 
 
 // Writes a block's share of an answer; of a large one in host memory its share of each part, so that the caller copies what
 // is there while the rest comes.
-DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u64 taken, u64 tag, int block, int blocks) {
-  const u32 count = (u32)taken;
+DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u32 taken, u64 tag, int block, int blocks) {
+  const u32 count = rows_of(taken);
   const long whole = (long)count * args.row_words;
-  uint4* home = (uint4*)(answers + args.rows_at + (taken >> 32) * args.buffer_bytes);
+  uint4* home = (uint4*)(answers + args.rows_at + (taken >> BUFFER_BIT) * args.buffer_bytes);
   const int parts = args.host && whole >= PARTED ? PARTS : 1;
   for (int part = 0; part < parts; ++part) {
     const u32 rows = (u32)((u64)count * (part + 1) / parts);
@@ -273,9 +269,11 @@ DEVICE void give_share(const PostArguments& args, u64* words, u8* answers, u64 t
 // Gives the answer of the step that was taken last to its caller, and counts the step, its rows and those of experts. Behind
 // the last step of a run it brings the words back. Of a caller's rows in host memory the owner's host says how a pass has ended.
 //
-// READ says that the step's kernels are over, and that whatever is launched behind may write what this reads; DONE that it is
-// over. Both go by how many steps were taken (TOOK), since a take that begins beside a post may end before it. A take begins as
-// soon as this does: it asks for what it needs meanwhile, and writes what others read when READ says so.
+// READ says that the step's kernels are over, and then that this has read what it gives; DONE that it is over. All of them go by
+// which step of the run it is, `took`: takes that begin beside this may count further ones before it has begun. Given 0, none does,
+// and TOOK has it. A take begins as soon as this does, and the kernels behind it when READ says that those of the step are over:
+// they leave the answer and the counts alone. The post behind this one waits for DONE, so that those of the next step but one do
+// not.
 //
 // `early`: between the take of the step and this is a kernel that has waited for the take. What the take has left is asked for
 // then while the last of those kernels runs.
@@ -283,11 +281,11 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   u64* words = args.state;
   if (!args.early) await_launch();
   begin_next();
-  const u64 took = word(words, TOOK);
+  const u64 took = args.took ? args.took : word(words, TOOK);
   __shared__ u64 seen;  // once for all threads: another block may end the pass meanwhile
-  __shared__ u64 taken;  // likewise: when this thread has counted what is read, a take may write it
+  __shared__ u32 taken;  // likewise: when this thread has counted what is read, a take may write it
   if (threadIdx.x == 0) {
-    taken = word(words, TAKEN);
+    taken = *taken_at(words, took);
     u64 ended = word(words, ENDED);
     if (word(words, DONE) + 1 < took) {
       await_posts(words, took);
@@ -299,7 +297,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   const u32 epoch = (u32)words[EPOCH], version = (u32)words[VERSION];
   u8* answers = (u8*)words[ANSWERS];
   __syncthreads();
-  const u32 count = (u32)taken;
+  const u32 count = rows_of(taken);
   const u64 steps = word(words, STEPS + args.stage), tag = tag_of(number, steps);
   if (args.early) await_launch();
   if (blockIdx.x == 0 && threadIdx.x == 0) atomicMax(words + READ, over_at(took));

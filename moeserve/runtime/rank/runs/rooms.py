@@ -1,4 +1,4 @@
-"""`Rooms`: where the rows of one step of a pass after the other lie on an owner's GPU."""
+"""`Rooms`: where the rows of a step of a pass lie on an owner's GPU, and those of the next one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from moeserve.device.streams import stream_for
 from moeserve.dispatch.mail.kernels import CHOICE
 from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.runtime.planning.passes import ROOMS
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.step import LaneInput, LaneLogits
 
@@ -30,8 +31,9 @@ class _Memory(NamedTuple):
 
 class Rooms:
     """Rooms of one rank by padded rows, and by what comes with the rows: views of one memory, since steps run
-    one after another. It is as large as the largest lane needs. A larger lane than all before has another
-    made, and graphs that were recorded go on with the rooms that they know: of twice the rows at most.
+    one after another. A lane of several stages has two of them, as rows of one stage are taken while the step
+    of another ends. It is as large as the largest lane needs. A larger lane than all before has another made,
+    and graphs that were recorded go on with the rooms that they know: of twice the rows at most.
 
     `grow` is called by any thread, under its caller's lock, all else by the one that launches.
     """
@@ -39,7 +41,7 @@ class Rooms:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: list[_Memory] = []  # the largest last
-        self._rooms: dict[tuple[int, int], LaneInput | LaneLogits] = {}  # by rows and kind
+        self._rooms: dict[tuple[int, int, bool], LaneInput | LaneLogits] = {}  # by rows and kind
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -51,7 +53,7 @@ class Rooms:
 
     def grow(self, layout: MailLayout, rows: int) -> None:
         """Has memory for steps of so many rows, which are padded; it is zeros when this returns."""
-        padded = padded_rows(rows)
+        padded = padded_rows(rows) * (1 if layout.stages == 1 else ROOMS)
         if self._made and self._made[-1].valid.shape[0] >= padded:
             return
         if self._device.type == "cpu":
@@ -63,18 +65,21 @@ class Rooms:
         stream.synchronize()
         self._made.append(made)
 
-    def of(self, layout: MailLayout, rows: int, kind: int) -> LaneInput | LaneLogits:
-        """The room of steps of `rows` rows: with choices, or with logits. The same one each time."""
-        room = self._rooms.get((rows, kind))
+    def of(self, layout: MailLayout, rows: int, kind: int, *, other: bool = False) -> LaneInput | LaneLogits:
+        """The room of steps of `rows` rows: with choices, or with logits. The same one each time. other: the
+        one beside it, of a lane of several stages.
+        """
+        room = self._rooms.get((rows, kind, other))
         if room is None:
             self.grow(layout, rows)
             whole = self._made[-1]
-            part = _Memory(*(column[:rows] for column in whole))
+            first = whole.valid.shape[0] // ROOMS if other else 0
+            part = _Memory(*(column[first : first + rows] for column in whole))
             if kind == CHOICE:
                 room = LaneInput(part.hidden, part.ids, part.weights, part.valid)
             else:
                 room = LaneLogits(part.hidden, part.logits, part.valid)
-            self._rooms[rows, kind] = room
+            self._rooms[rows, kind, other] = room
         return room
 
     def clear(self) -> None:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moeserve.device.streams import SPARED, sparing
-from moeserve.dispatch.mail.kernels import MISFIT, Words, load, words
+from moeserve.dispatch.dispatcher import Living
+from moeserve.dispatch.mail.kernels import MISFIT, OwnerKernels, Words, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.wires import RowRecord
+from moeserve.experts.batch import Tally
 from moeserve.quant.formats import FP8_GROUP
 from moeserve.runtime.planning.passes import may_be_rounded
 from moeserve.runtime.rank.memory import RunsHeld
@@ -132,6 +133,27 @@ class _Key(NamedTuple):
     kind: int
     short: bool = False
     beside: bool = False
+
+
+class _Posts:
+    """Queues the posts of a run. What one reads is held until the next is queued, since the kernels between
+    them may run beside it: none of these is given memory that it reads.
+    """
+
+    def __init__(self, kernels: OwnerKernels) -> None:
+        self._kernels = kernels
+        self._read: tuple[Tensor, Tally | None] | None = None
+
+    def of(
+        self, stage: int, living: Living | None, took: int, *, last: bool
+    ) -> Callable[[Tensor, Tally | None], None]:
+        """What posts the answer of a step. took: steps of the run up to this one."""
+
+        def post(answer: Tensor, tally: Tally | None) -> None:
+            self._kernels.post(stage, answer, tally, living, took=took, early=True, last=last)
+            self._read = answer, tally
+
+        return post
 
 
 def _key(run: Run) -> _Key:
@@ -309,13 +331,14 @@ class PassRuns:
     ) -> None:
         """numbers: of the steps, where they run at once in a group of several members."""
         rank, kernels = self._rank, track.kernels_of(key.layout)
-        room, given = track.room(key.layout, key.rows, key.kind)
         before: int | None = None
+        other, posts = False, _Posts(kernels)
         numbered = zip(key.steps, numbers or [0] * len(key.steps), strict=True)
         for at, ((layer, stage), number) in enumerate(numbered):
             early = 0 if before in (None, stage) else at  # its rows may be there while the other is posted
+            other = bool(early) and not other
+            room, given = track.room(key.layout, key.rows, key.kind, other=other)
             kernels.take(stage, layer, given, room.valid, early=early, lone=key.beside)
-            last, living = at + 1 == len(key.steps), rank.living(layer, key.rows)
-            post = partial(kernels.post, stage, living=living, early=True, last=last)
+            post = posts.of(stage, rank.living(layer, key.rows), at + 1, last=at + 1 == len(key.steps))
             rank.record(layer, room, lane_rows, then=post, number=number)
             before = stage

@@ -59,9 +59,11 @@ class RunTrack:
         """No lane has this layout any more."""
         self._kernels.pop(layout, None)
 
-    def room(self, layout: MailLayout, rows: int, kind: int) -> tuple[LaneInput | LaneLogits, Given]:
-        """Where rows of a step come to, and the same as its kernels take it."""
-        room = self.rooms.of(layout, rows, kind)
+    def room(
+        self, layout: MailLayout, rows: int, kind: int, *, other: bool = False
+    ) -> tuple[LaneInput | LaneLogits, Given]:
+        """Where rows of a step come to, and the same as its kernels take it. other: than without."""
+        room = self.rooms.of(layout, rows, kind, other=other)
         if isinstance(room, LaneInput):
             return room, Given(room.hidden, room.experts, room.weights)
         return room, Given(room.hidden, room.logits, None)
