@@ -11,6 +11,7 @@ from houses import Alone, house_config
 from parallel import group
 from torch import Tensor
 
+from moeserve.checkpoints.store import CheckpointError
 from moeserve.runtime.launch.torchrun import join_torchrun
 from moeserve.torch import MoeExperts, WrongRows
 from moeserve.torch.in_process import InProcess
@@ -37,6 +38,17 @@ def joined(rank: int, world: int, path: Path, backend: str) -> InProcess:
             )
         )
     )
+
+
+def joins(rank: int, world: int, paths: list[Path]) -> tuple[str, float]:
+    """Worker: why it cannot join where each rank has a checkpoint of its own; or an answer's first number."""
+    try:
+        way = joined(rank, world, paths[rank], "all2allv")
+    except CheckpointError as refused:
+        return str(refused), 0.0
+    answer = MoeExperts(way, 0)(*Alone(paths[0]).batch(3, seed=1))
+    way.close()
+    return "", float(answer.flatten()[0])
 
 
 def right(found: Tensor, alone: Alone, layer: int, batch: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from houses import Alone, house_config
 from parallel import parallel_launch
 from torch_ranks import (
     PASSES,
+    joins,
     moving,
     out_of_step,
     refused_alone,
@@ -53,6 +55,21 @@ def test_ranks_with_unlike_rows_and_with_none_stay_in_step(path: Path, backend: 
 def test_a_submitted_step_has_the_rows_that_were_told_as_it_was_submitted(path: Path) -> None:
     """Not those that are told when its turn comes, which may be none."""
     assert parallel_launch(2, told_by_submit, path, "all2allv", timeout=100) == [4, 4]
+
+
+def test_a_rank_with_another_checkpoint_joins_nobody(path: Path, tmp_path: Path) -> None:
+    """A copy elsewhere is the same one; files with other experts, at whatever path, are not."""
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(path, copy)
+    make_checkpoint("qwen3_moe", other, seed=1)
+    (why, one), (other_why, two) = parallel_launch(2, joins, [path, copy], timeout=100)
+    assert (why, other_why) == ("", "") and one == two
+    told = parallel_launch(2, joins, [path, other], timeout=100)
+    assert [why for why, _ in told] == [
+        f"{at}: ranks [1] have read other experts there than rank 0; all hosts need the same checkpoint at "
+        "this path"
+        for at in (path, other)
+    ]
 
 
 @pytest.mark.parametrize("backend", ["all2allv", "nvlink_ll"])

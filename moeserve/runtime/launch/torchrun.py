@@ -26,8 +26,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch forgets t
     rendezvous,
 )
 
+from moeserve.checkpoints.store import CheckpointError
 from moeserve.dispatch.group import GroupKind, default_store, end_group, form_group, group_beside
 from moeserve.runtime.config import Config
+from moeserve.runtime.epoch import marked
 from moeserve.runtime.launch.environment import machine_for, own_device
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import first_epoch, plans_for
@@ -48,7 +50,8 @@ def join_torchrun(config: Config) -> HostedRank:
     """Loads this rank's experts and joins a group of all processes that torchrun's environment names.
 
     They meet where the process's default group has met, if one is up, else where the environment says. Raises
-    ConfigError when the world is not the configured mesh.
+    ConfigError when the world is not the configured mesh, and CheckpointError, on all of them, when one has
+    read other experts than the first rank.
     """
     index, world = _place()
     mesh = config.parallel.mesh
@@ -59,13 +62,32 @@ def join_torchrun(config: Config) -> HostedRank:
     plans = plans_for(served, machine, config.plan.wanted)
     rank = HostedRank(index, served, plans, device, costing_of(config))
     rank.kind = GroupKind("gloo" if device == "cpu" else "nccl", config.step.timeout_seconds, device)
-    rank.load(first_epoch(served))
+    rank.load(first_epoch(served).with_names([marked("", served.checkpoint.mark)]))
     if world > 1:
         store = _meeting(config.step.timeout_seconds)
         joined = store.add(f"moeserve/joined/{index}", 1)  # ranks join together, and so count alike
         rank.group = form_group(store, f"moeserve-{joined}", index, world, rank.kind)
+        try:
+            _check_alike(rank, rank.group)
+        except BaseException:
+            end_group(rank.group)
+            raise
     rank.join(rank.group)
     return rank
+
+
+def _check_alike(rank: HostedRank, group: ProcessGroup) -> None:
+    """Raises CheckpointError, on all ranks, where experts of two checkpoints would answer. Collective."""
+    checkpoint = rank.served.checkpoint
+    mark = torch.tensor(list(bytes.fromhex(checkpoint.mark)), dtype=torch.uint8, device=rank.device)
+    marks = [torch.empty_like(mark) for _ in range(group.size())]
+    dist.all_gather(marks, mark, group=group)
+    others = [at for at, one in enumerate(marks) if not torch.equal(one, marks[0])]
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.path}: ranks {others} have read other experts there than rank 0; all hosts need "
+            "the same checkpoint at this path"
+        )
 
 
 def leave_torchrun(rank: HostedRank) -> None:
