@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from moeserve.device.arguments import Argument
 from moeserve.device.residency import resident_blocks
 
-WAIT_SECONDS = 10.0
-"""The longest that a block waits for the others of its launch, unless `wait_at_most` has said so.
+_longest = 10.0
+"""Seconds that a block waits for the others of its launch at most, until `wait_at_most` says otherwise.
 
 A launch takes milliseconds, and under a sanitizer seconds; a dispatcher waits 30 s for a peer by default.
 """
@@ -34,8 +34,8 @@ FIELDS = {
 
 def wait_at_most(seconds: float) -> None:
     """Blocks wait for so long, of kernels that are launched or recorded from here on."""
-    global WAIT_SECONDS
-    WAIT_SECONDS = seconds
+    global _longest
+    _longest = seconds
 
 
 class GridWait:
@@ -48,7 +48,7 @@ class GridWait:
 
     def arguments(self) -> dict[str, Argument]:
         """The values of `FIELDS`."""
-        return {"bound": int(WAIT_SECONDS * NANOSECONDS), "expired": self._expired, "spoiled": self._spoiled}
+        return {"bound": int(_longest * NANOSECONDS), "expired": self._expired, "spoiled": self._spoiled}
 
     def check(self) -> None:
         """Raises RuntimeError if blocks of a launch waited in vain since the last call; waits for nothing."""
@@ -58,7 +58,7 @@ class GridWait:
         self._spoiled.zero_()
         raise RuntimeError(
             f"{self._kernel}: blocks of a launch of up to {resident_blocks(self._device)} waited "
-            f"{WAIT_SECONDS:g} s (step.blocks_seconds) for others that did not run, and its answer is wrong; "
+            f"{_longest:g} s (step.blocks_seconds) for others that did not run, and its answer is wrong; "
             f"probably another kernel holds multiprocessors of {self._device}: raise "
             "members.held_multiprocessors to as many as it holds"
         )

@@ -163,7 +163,7 @@ def test_a_step_whose_blocks_find_no_place_ends_with_an_error_and_the_next_is_ri
     step, wanted = step_of(name)
     for module in (few, decode_codes):
         monkeypatch.setattr(module, "at_once", lambda: False)
-    monkeypatch.setattr(waits, "WAIT_SECONDS", SHORT_SECONDS)
+    monkeypatch.setattr(waits, "_longest", SHORT_SECONDS)
     with holding(HELD) as still:
         begun = time.monotonic()
         begun_answer, done = step()
@@ -192,7 +192,7 @@ def test_a_step_whose_blocks_find_no_place_ends_with_an_error_and_the_next_is_ri
 def test_a_step_as_it_is_served_is_right_or_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver may begin such a launch, or keep it back until all its blocks find a place."""
     step, wanted = step_of(name)
-    monkeypatch.setattr(waits, "WAIT_SECONDS", SHORT_SECONDS)
+    monkeypatch.setattr(waits, "_longest", SHORT_SECONDS)
     with holding(HELD):
         answer, done = step()
         time.sleep(4 * SHORT_SECONDS)
