@@ -19,14 +19,13 @@ from bench.lib.record import Result
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.steps import batches, check
-from bench.service.passes.gpu.through_service import Opened, home
+from bench.service.passes.gpu.through_service import OWNER, Opened, home
 from moeserve.dispatch.mail.kernels import Given
 from moeserve.runtime.doors.passes.looking import COMPANY_SECONDS
 from moeserve.torch.ways import Rows
 
 DEPTH = 58
 SMALL, BIG = 4, 512  # rows
-OWNER = "cuda:0"
 ATTENTION = (0.0, 300.0)  # microseconds of both
 BIG_PASSES = 4  # of the big caller alone
 AHEAD = 3  # passes of the big caller that are queued when the small one begins one

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, product
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bench.lib.gpu_clocks import GpuClocks
 from bench.lib.record import Result
 from bench.service.hops.sizes import Sizes
 from bench.service.passes.gpu.attention import Attention
 from bench.service.passes.gpu.clock import Clock
 from bench.service.passes.gpu.steps import TurningRoutes, batches, check, steps_alone
-from bench.service.passes.gpu.through_service import Opened
+from bench.service.passes.gpu.through_service import OWNER, Opened
 from bench.service.passes.gpu.two_streams import TwoStreams
 from moeserve.runtime.launch.torchrun import HostedRank
 from moeserve.runtime.rank.runs.runs import PassRuns
@@ -192,6 +194,7 @@ class Known(NamedTuple):
 
     experts: float  # microseconds of a stage's step
     right: list[list[Tensor]]  # answers to the first routes, by stage and step
+    clocks: Mapping[str, float] = MappingProxyType({})  # of the owner's GPU meanwhile
 
 
 class Took(NamedTuple):
@@ -291,7 +294,8 @@ class Loop:
                 launch()
 
             passes = self._passes(launch, left)
-            took = wall(launch, passes, self._home, stream) if passes else Took(0.0)
+            with GpuClocks.of(OWNER) as clocks:
+                took = wall(launch, passes, self._home, stream) if passes else Took(0.0)
             each = wall(announced, min(ANNOUNCED, passes), self._home).layer if passes else 0.0
             of.rewind()
             launch()
@@ -299,6 +303,7 @@ class Loop:
         self._compare(case, caller.answers, known, (0, 0))
         way.close()
         more = took.told() | {"announced each": each, "attention TB/s": self.attention.rate}
+        more |= clocks.told | {f"{name}, experts alone": value for name, value in known.clocks.items()}
         return self._told(case, attention, known, took.layer, passes, more)
 
     def _attention(self, case: Case, known: Known) -> float:
@@ -354,6 +359,7 @@ def known_of(rank: HostedRank, sizes: Sizes, rows: int, seconds: float = STEADY)
     of = Batches(sizes, rows, rank.device)
     took, first = steps_alone(rank, of.given[0], sizes.layers, ESTIMATED)
     passes = 2 * int(seconds * 1e6 / (float(np.median(took)) * LOOP)) + 1
-    took, _ = steps_alone(rank, of.given[0], sizes.layers, passes)
+    with GpuClocks.of(rank.device) as clocks:
+        took, _ = steps_alone(rank, of.given[0], sizes.layers, passes)
     others = [steps_alone(rank, stage, sizes.layers, 2)[1] for stage in of.given[1:]]
-    return Known(float(np.mean(took[len(took) // 2 :])), [first, *others])
+    return Known(float(np.mean(took[len(took) // 2 :])), [first, *others], clocks.told)

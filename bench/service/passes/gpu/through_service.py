@@ -21,6 +21,7 @@ from moeserve.torch import Settings, connect
 from moeserve.torch.attached_device import AttachedDevice
 from moeserve.torch.ways import Rows
 
+OWNER = "cuda:0"
 IDLE_ROWS = 16
 REBALANCE_SECONDS = 1.0  # between two rebalances
 REBALANCE_LIMIT = 30.0  # seconds for one
