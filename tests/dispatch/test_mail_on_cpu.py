@@ -6,43 +6,28 @@ import ctypes
 
 import pytest
 import torch
-from cuda_on_cpu import HostFunction, needs_compiler, on_cpu
+from mail_on_cpu import given as rows_of
+from mail_on_cpu import launches_by, library_in, room_of
 
-from moeserve.device.arguments import Arguments
-from moeserve.device.nvrtc import Program
 from moeserve.dispatch.mail import kernels
-from moeserve.dispatch.mail.arguments import AWAIT, BRING, COPY, EXCHANGE, FETCH, POST, TAKE
 from moeserve.dispatch.mail.kernels import MISFIT, CallerKernels, Given, OwnerKernels, Words
 from moeserve.dispatch.mail.layout import FEW_BLOCKS, STEPS, MailLayout, Word
 from moeserve.experts.batch import Tally
 from moeserve.runtime.rank.graphs import padded_rows
 
 HIDDEN, EXPERTS, TOP_K, LAYER = 7168, 64, 8, 3
-FUNCTIONS = {
-    "mail_bring": BRING,
-    "mail_fetch": FETCH,
-    "mail_exchange": EXCHANGE,
-    "mail_take": TAKE,
-    "mail_post": POST,
-    "mail_words": COPY,
-    "mail_await": AWAIT,
-}
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    needs_compiler()
-    return on_cpu(kernels.program(), FUNCTIONS, tmp_path_factory.mktemp("kernels"))
+    return library_in(tmp_path_factory.mktemp("kernels"))
 
 
 class Both:
     """A lane of `most` rows between a caller and an owner, both of which are this process."""
 
     def __init__(self, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-        def function(program: Program, name: str, arguments: Arguments) -> HostFunction:
-            return HostFunction(library, name, arguments)
-
-        monkeypatch.setattr(Program, "function", function)
+        launches_by(library, monkeypatch)
         self.layout = MailLayout(most, 2, HIDDEN, EXPERTS, TOP_K, torch.bfloat16)
         cpu = torch.device("cpu")
         self.table, self.state, self.now, self.host = (kernels.words(cpu) for _ in range(4))
@@ -68,21 +53,12 @@ class Both:
         self, stage: int, given: Given, padded: int, *, lone: bool = False
     ) -> tuple[Given, torch.Tensor]:
         """A run of one step, on rows like those that were brought: what the owner has of them."""
-        room, valid = self.room(given, padded)
+        room, valid = room_of(given, padded)
         self.begin()
         self.owner.take(stage, LAYER, room, valid, lone=lone)
         self.tally = Tally(torch.ones(3, dtype=torch.int32), *torch.zeros(4, dtype=torch.int64).split(3))
         self.owner.post(stage, -room.hidden, self.tally, last=True)
         return room, valid
-
-    def room(self, given: Given, padded: int) -> tuple[Given, torch.Tensor]:
-        """Where `padded` rows like these come to, and which there are; as another step has left it."""
-        room = Given(
-            torch.full((padded, HIDDEN), 7.0, dtype=torch.bfloat16),
-            torch.full((padded, given.route.shape[1]), 9, dtype=given.route.dtype),
-            None if given.weights is None else torch.full((padded, TOP_K), 9.0),
-        )
-        return room, torch.ones(padded, dtype=torch.bool)
 
     def begin(self) -> None:
         """A run begins."""
@@ -90,12 +66,7 @@ class Both:
 
 
 def given(rows: int, *, logits: bool = False) -> Given:
-    random = torch.Generator().manual_seed(rows)
-    hidden = torch.randn(rows, HIDDEN, generator=random).bfloat16()
-    if logits:
-        return Given(hidden, torch.randn(rows, EXPERTS, generator=random), None)
-    ids = torch.randint(0, EXPERTS, (rows, TOP_K), generator=random, dtype=torch.int32)
-    return Given(hidden, ids, torch.rand(rows, TOP_K, generator=random))
+    return rows_of(rows, (HIDDEN, EXPERTS, TOP_K), logits=logits)
 
 
 @pytest.mark.parametrize("logits", [False, True])
@@ -123,7 +94,7 @@ def test_rows_are_taken_while_the_step_before_is_posted(
 ) -> None:
     """Its kernels are over, and its post has not read anything yet."""
     both, batches = Both(library, monkeypatch, 128), [given(count) for count in rows]
-    rooms = [both.room(one, padded_rows(count)) for one, count in zip(batches, rows, strict=True)]
+    rooms = [room_of(one, padded_rows(count)) for one, count in zip(batches, rows, strict=True)]
     for stage, one in enumerate(batches):
         both.caller.bring(stage, LAYER, one)
     both.begin()

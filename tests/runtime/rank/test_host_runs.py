@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from host_pairs import MARK, HostPair
+from host_pairs import HostPair
+from host_words import MARK
 from houses import Alone
 from pass_pairs import expected, given
 from torch import Tensor
