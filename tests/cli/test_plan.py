@@ -329,7 +329,7 @@ def test_what_callers_gpus_may_take_is_bounded_by_keys(
     taken = planned(words, capsys)["passes"]
     assert taken["mailboxes"] == 8 * (256 << 20)
     assert taken["graphs"] == 4096 * GRAPH_STEP_BYTES
-    assert taken["rooms"] == 2 * 4096 * (64 * 2 + 2 * 8 + 8 * 4 + 1)
+    assert taken["rooms"] == 2 * 2 * 4096 * (64 * 2 + 2 * 8 + 8 * 4 + 1)
     assert main(["plan", *words]) == 0
     shown = capsys.readouterr().out
     whole = human(taken["pool"] + taken["graphs"])
