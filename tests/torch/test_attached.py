@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -355,6 +356,7 @@ def test_ids_of_other_dtypes_are_refused(way: Attached, alone: Alone, dtype: tor
         ([], {}, "0 layers; a pass has 1 to"),
         ([0], {"stages": 0}, "0 stages; a pass has at least 1"),
         ([0], {"stages": -1}, "-1 stages"),
+        ([0], {"stages": 1 << 64}, "18446744073709551616 stages; a pass has at most 8"),
         ([0], {"weights_version": -1}, "weights_version=-1 is not one of"),
     ],
 )
@@ -364,9 +366,26 @@ def test_what_cannot_be_said_of_a_pass_is_refused(
     assert way._lane is not None
     with pytest.raises(InvalidArgument, match=text):
         way._lane.begin(layers, **values)
-    for name in ("rows", "stages"):
+    for name in ("rows", "stages", "buffers"):
         with pytest.raises(ValueError, match=f"{name}=-1 is no number"):
             Wanted("x", **{name: -1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), 0.0, -1.0])
+def test_a_lane_is_wanted_within_some_time(seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout={seconds} must be more than 0 seconds"):
+        Wanted("x", timeout=seconds)
+
+
+def test_no_wait_of_a_pass_is_without_end(house: LocalCluster) -> None:
+    with AttachedLane.attach(house.address, Wanted("endless", rows=4, dtype="fp32")) as lane:
+        run = lane.begin([0, 1], standing=True)
+        ends = threading.Timer(2.0, run.give_up)  # or this test would have no end
+        ends.start()
+        with pytest.raises(ValueError, match="timeout=nan is no number of seconds"):
+            run.wait(float("nan"))
+        ends.cancel()
+        run.leave()
 
 
 def test_a_pass_that_was_never_announced_has_no_status(way: Attached) -> None:

@@ -77,9 +77,11 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.spin is not None and not 0 <= self.spin <= MOST_AWAKE:  # nor where it is NaN
             raise ValueError(f"spin={self.spin} must be 0 to {MOST_AWAKE:g} seconds")
-        for name in ("rows", "stages"):
+        for name in ("rows", "stages", "buffers"):
             if not 0 <= getattr(self, name) < HALF_WORDS:
                 raise ValueError(f"{name}={getattr(self, name)} is no number of 32 bits from 0 on")
+        if not self.timeout > 0:  # nor where it is NaN
+            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
 
 
 class Way(Protocol):
@@ -280,8 +282,10 @@ def _wrong_pass(layers: Sequence[int], stages: int, version: int) -> str:
         return f"{len(layers)} layers; a pass has 1 to {m.MOST_LAYERS}"
     if outside := [layer for layer in layers if not 0 <= layer < WORDS]:
         return f"layer {outside[0]} is not one of 0 to {WORDS - 1}"
-    if not 0 < stages < WORDS:
+    if stages < 1:
         return f"{stages} stages; a pass has at least 1"
+    if stages > m.MOST_STAGES:
+        return f"{stages} stages; a pass has at most {m.MOST_STAGES}"
     return "" if 0 <= version < WORDS else f"weights_version={version} is not one of 0 to {WORDS - 1}"
 
 

@@ -287,6 +287,8 @@ class Pass:
         """
         started = looked = time.monotonic()
         limit = self._timeout if timeout is None else timeout
+        if limit != limit:
+            raise ValueError("timeout=nan is no number of seconds")
         out, (at, wanted) = self._memory.out, word
         looks, slept = 0, False
         while (found := out[at]) != wanted and not sooner():
