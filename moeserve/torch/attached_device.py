@@ -16,7 +16,7 @@ from moeserve.dispatch.mail.kernels import CallerKernels, Given, words
 from moeserve.dispatch.mail.layout import VERSION_AT, WORDS, MailLayout, Word
 from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable
 from moeserve.proto.passes.mailbox import WORD, Status
-from moeserve.proto.passes.running import Pass
+from moeserve.proto.passes.running import LOST, Pass
 from moeserve.torch.caller_lane import Attach, CallerLane
 from moeserve.torch.stages import Stages
 from moeserve.torch.ways import CLOSED, Rounds, Rows, Sizes, WrongRows
@@ -201,7 +201,7 @@ class AttachedDevice:
         except MoeError as failed:
             return failed
         if lane is None or not lane.lane.alive:
-            return Unavailable("UNAVAILABLE", "lane_lost", "the rank of this device lane is gone")
+            return Unavailable("UNAVAILABLE", "lane_lost", LOST)
         if int(self._table[Word.ENDED].item()):
             text = f"an answer did not come within {self._timeout:g} s, or its pass has ended"
             return Unavailable("UNAVAILABLE", "lost", text)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from checkpoints import make_checkpoint
 from houses import Alone, house_config
 
 from moeserve.proto.client import Choice, MoeClient
-from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, WeightsChanged
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, Unavailable, WeightsChanged
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.mailbox import Status
@@ -386,6 +386,16 @@ def test_no_wait_of_a_pass_is_without_end(house: LocalCluster) -> None:
             run.wait(float("nan"))
         ends.cancel()
         run.leave()
+
+
+@pytest.mark.parametrize("way_out", [AttachedLane.detach, AttachedLane.close])
+def test_a_lane_that_its_caller_has_given_back_says_so(
+    house: LocalCluster, way_out: Callable[[AttachedLane], None]
+) -> None:
+    with AttachedLane.attach(house.address, Wanted("given-back", rows=4, dtype="fp32")) as lane:
+        way_out(lane)
+        with pytest.raises(Unavailable, match="was detached or closed; attach another one"):
+            lane.begin([0]).wait(10.0)
 
 
 def test_a_pass_that_was_never_announced_has_no_status(way: Attached) -> None:

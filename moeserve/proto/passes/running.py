@@ -47,6 +47,9 @@ class PassLate(MoeError, TimeoutError):
     """The rows of a step did not come in time, and the pass has ended. It may be begun again."""
 
 
+LOST = "this device lane is no more: its rank is gone, or it was detached or closed; attach another one"
+"""Of a pass whose lane has ended, which nobody has told it."""
+
 _NOTHING = "stage {} has no step under way; post its rows first"
 
 Columns = tuple[Plain, Plain | None, Plain | None, Plain | None]
@@ -303,7 +306,7 @@ class Pass:
             if now - looked > ALIVE_SECONDS:
                 looked = now
                 if not self._memory.alive:
-                    raise Unavailable("UNAVAILABLE", "lane_lost", "the rank of this device lane is gone")
+                    raise Unavailable("UNAVAILABLE", "lane_lost", LOST)
             if now - started > limit:
                 text = f"pass {self.number}: nothing came within {limit:g} s"
                 raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text)
