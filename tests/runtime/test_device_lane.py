@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from threading import Event, Thread, current_thread
 from typing import Any
 
+import grpc
 import pytest
 from begun_steps import Step
 from lane_words import LaneWords
 
-from moeserve.proto import moe_pb2
+from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
 from moeserve.proto.tensors import TensorError
@@ -24,7 +25,7 @@ from moeserve.runtime.doors.passes.announced import LaneModel, LaneTerms
 from moeserve.runtime.doors.passes.asked import DeviceLaneLimits
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
-from moeserve.runtime.doors.passes.service import begin_at
+from moeserve.runtime.doors.passes.service import DeviceLaneDoor, begin_at
 from moeserve.runtime.doors.passes.turns import Company
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.lanes.lane_call import LaneCall
@@ -516,6 +517,47 @@ def test_others_are_looked_at_while_the_memory_of_a_lane_is_made() -> None:
         assert [lane.name for lane in lanes.attached()] == ["one", "two"]
     finally:
         made.set()
+        lanes.close()
+        regions.close()
+
+
+def test_a_lane_whose_caller_left_before_it_was_there_is_detached_at_once() -> None:
+    making, made = Event(), Event()
+
+    class Slow(Regions):
+        def create(self, size: int, maker: str = "") -> tuple[str, int]:
+            making.set()
+            assert made.wait(10)
+            return super().create(size, maker)
+
+    contexts = list[grpc.ServicerContext]()
+
+    class Door(DeviceLaneDoor):
+        def AttachLane(
+            self, request: moe_pb2.AttachLaneRequest, context: grpc.ServicerContext
+        ) -> moe_pb2.AttachLaneReply:
+            contexts.append(context)
+            return super().AttachLane(request, context)
+
+    regions = Slow(RegionLimits(max_bytes=1 << 20))
+    lanes = lanes_of(regions)
+    server = grpc.server(ThreadPoolExecutor(2))
+    moe_pb2_grpc.add_DeviceLaneServiceServicer_to_server(Door(lanes), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = moe_pb2_grpc.DeviceLaneServiceStub(channel)
+            left = stub.AttachLane.future(asked("left"), timeout=10)
+            assert making.wait(10)
+            left.cancel()
+            wait_for(lambda: not contexts[0].is_active())
+            made.set()
+            wait_for(lambda: not lanes._coming and not lanes.attached() and not regions.list())
+            assert stub.AttachLane(asked("left"), timeout=10).mailbox, "the name is free"
+    finally:
+        made.set()
+        server.stop(0).wait(5)
         lanes.close()
         regions.close()
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import grpc
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.runtime.doors.device_errors import UnknownLane
 from moeserve.runtime.doors.failures import guarded
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.passes.device_lane import Begin
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
 from moeserve.runtime.doors.passes.host_pass import Call
 from moeserve.runtime.doors.passes.host_steps import METHOD
+from moeserve.runtime.errors import CallerLeft
 
 
 class DeviceLaneDoor(moe_pb2_grpc.DeviceLaneServiceServicer):
@@ -24,8 +27,18 @@ class DeviceLaneDoor(moe_pb2_grpc.DeviceLaneServiceServicer):
     def AttachLane(
         self, request: moe_pb2.AttachLaneRequest, context: grpc.ServicerContext
     ) -> moe_pb2.AttachLaneReply:
-        """Makes the caller a lane."""
-        return guarded(context, lambda: self._lanes.attach(request, context.peer()))
+        """Makes the caller a lane, and ends it where the caller has left meanwhile."""
+        return guarded(context, lambda: self._attached(request, context))
+
+    def _attached(
+        self, request: moe_pb2.AttachLaneRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.AttachLaneReply:
+        made = self._lanes.attach(request, context.peer())
+        if context.is_active():
+            return made
+        with suppress(UnknownLane):  # its memory was given back already
+            self._lanes.detach(made.mailbox)
+        raise CallerLeft("the caller left before its device lane was attached")
 
     def DetachLane(
         self, request: moe_pb2.DetachLaneRequest, context: grpc.ServicerContext
