@@ -19,6 +19,7 @@ from moeserve.proto.client import lanes as module
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import WHOLE, Lanes
 from moeserve.proto.errors import REASON_KEY, InvalidArgument, MoeError, NotFound, Overloaded, Unavailable
+from moeserve.proto.passes.attached import AttachedLane, Wanted
 
 FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, {REASON_KEY: "lane_full"})
 BUSY = Overloaded("RESOURCE_EXHAUSTED", "lane_full", "it is full")
@@ -229,3 +230,15 @@ def test_a_lane_that_refuses_does_not_draw_calls(service: FakeService) -> None:
 
         list(pool.map(call, range(200)))
     assert len(failed) == len(refuses.asked) < 20
+
+
+def test_a_device_lane_of_a_rank_that_is_away_may_be_asked_for_again() -> None:
+    service = FakeService(1)
+    try:
+        service.away = [7]
+        with pytest.raises(Unavailable, match=r"rank 7 of .* is away, and waited for; attach again"):
+            AttachedLane.attach(service.address, Wanted("x", rank=7, timeout=5.0))
+        with pytest.raises(NotFound, match="not rank 8 of"):
+            AttachedLane.attach(service.address, Wanted("x", rank=8, timeout=5.0))
+    finally:
+        service.stop()

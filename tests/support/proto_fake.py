@@ -118,6 +118,7 @@ class FakeService(moe_pb2_grpc.FrontServiceServicer, moe_pb2_grpc.AdminServiceSe
         self.generation = 1
         self.max_message_bytes = 0
         self.topologies = 0
+        self.away: list[int] = []  # ranks that are waited for
         self.server = grpc.server(futures.ThreadPoolExecutor(8), options=server_options())
         moe_pb2_grpc.add_FrontServiceServicer_to_server(self, self.server)
         moe_pb2_grpc.add_AdminServiceServicer_to_server(self, self.server)
@@ -140,6 +141,7 @@ class FakeService(moe_pb2_grpc.FrontServiceServicer, moe_pb2_grpc.AdminServiceSe
             serving=not self.reason,
             reason=self.reason,
             max_message_bytes=self.max_message_bytes,
+            away=self.away,
         )
 
     def GetModel(self, request, context):

@@ -29,6 +29,7 @@ from moeserve.proto.errors import (
     MoeError,
     NotFound,
     Overloaded,
+    Unavailable,
 )
 from moeserve.proto.host import host_id
 from moeserve.proto.passes import mailbox as m
@@ -158,7 +159,8 @@ class AttachedLane:
         timeout: seconds for all of it; None: `wanted.timeout`.
 
         Raises MoeError with reason `name_taken`, `lanes_taken`, `device_refused`; InvalidArgument for sizes
-        that do not fit; NotFound where no rank is on this host; Unavailable where the service does not serve.
+        that do not fit; NotFound where no rank is on this host; Unavailable where the service does not serve,
+        or the rank is away.
         """
         until = time.monotonic() + (wanted.timeout if timeout is None else timeout)
         lanes = _lanes_of(address, wanted, _left(until))
@@ -310,6 +312,9 @@ def _lanes_of(address: str, wanted: Wanted, seconds: float) -> list[moe_pb2.Lane
     if lanes:
         first = zlib.crc32(wanted.name.encode()) % len(lanes)
         return [*lanes[first:], *lanes[:first]]
+    if wanted.rank is not None and wanted.rank in topology.away:
+        text = f"rank {wanted.rank} of {address} is away, and waited for; attach again when it is there"
+        raise Unavailable("UNAVAILABLE", "no_lane", text)
     which = "no rank" if wanted.rank is None else f"not rank {wanted.rank}"
     raise NotFound(
         "NOT_FOUND", "no_lane", f"{which} of {address} shares memory with this process; call it by MoeClient"
