@@ -288,6 +288,29 @@ def test_a_rank_that_is_stopped_holds_a_call_no_longer_than_its_deadline(
         check(client, alone, turn % 2, 3, seed=turn)
 
 
+def test_a_deadline_that_a_lane_let_pass_is_told_of_the_call(
+    house: LocalCluster, client: LaneClient, alone: Alone, ordinary: Ordinary
+) -> None:
+    check(client, alone, 0, 2, seed=1)
+    with stopped(house), pytest.raises(DeadlineExceeded, match=r"layer 1: no answer within 0\.5 s"):
+        client.forward(1, *alone.batch(2, seed=2), timeout=0.5)
+    assert ordinary.calls == 0
+
+
+def test_who_waits_for_placed_rows_is_told_for_what(
+    house: LocalCluster, client: LaneClient, alone: Alone
+) -> None:
+    hidden, output = client.place(0, 4, "fp32")
+    route = alone.batch(4, seed=1)[1:]
+    with ThreadPoolExecutor(1) as pool, stopped(house):
+        under_way = pool.submit(client.forward, 0, hidden, *route, output=output)
+        until(lambda: next(iter(client._placed.values()))._busy)
+        with pytest.raises(DeadlineExceeded, match=r"other calls over the same placed rows took 0\.3 s"):
+            client.forward(0, hidden, *route, output=output, timeout=0.3)
+        os.kill(house.pid(0), signal.SIGCONT)
+        under_way.result(20.0)
+
+
 def test_a_larger_lane_at_a_stopped_rank_takes_no_longer_than_the_deadline(
     house: LocalCluster, client: LaneClient, alone: Alone
 ) -> None:

@@ -150,7 +150,8 @@ class CalledLane:
         taken = False
         try:
             if not (taken := self._turn.acquire(timeout=clock.remaining)):
-                raise clock.expired()
+                text = f"other calls over the same placed rows took {clock.patience.seconds:g} s"
+                raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text)
             if self._busy:
                 raise RuntimeError("a signal's handler calls over the rows of the call that it interrupts")
             try:
@@ -189,7 +190,8 @@ class CalledLane:
                 found = take(run)
             except MoeError as failed:
                 if isinstance(failed, DeadlineExceeded) and not clock.remaining:
-                    raise
+                    text = f"layer {layer}: no answer within {clock.patience.seconds:g} s"
+                    raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text) from failed
                 log.debug("a lane gives no answer: %s", failed)
                 if not isinstance(failed, PassLate):  # its caller was late, and may begin another pass
                     return None
