@@ -19,7 +19,7 @@ from moeserve.proto.client import lanes as module
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import WHOLE, Lanes
 from moeserve.proto.errors import REASON_KEY, InvalidArgument, MoeError, NotFound, Overloaded, Unavailable
-from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.attached import AttachedLane, Wanted, _place_of
 
 FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, {REASON_KEY: "lane_full"})
 BUSY = Overloaded("RESOURCE_EXHAUSTED", "lane_full", "it is full")
@@ -242,3 +242,11 @@ def test_a_device_lane_of_a_rank_that_is_away_may_be_asked_for_again() -> None:
             AttachedLane.attach(service.address, Wanted("x", rank=8, timeout=5.0))
     finally:
         service.stop()
+
+
+@pytest.mark.parametrize("stem", ["decoder-", "torch", "v", "4-"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_callers_whose_names_count_are_spread_evenly(stem: str, ranks: int) -> None:
+    found = Counter(_place_of(f"{stem}{at}") % ranks for at in range(9, 9 + 2 * ranks))
+    assert set(found.values()) == {2} and len(found) == ranks
+    assert _place_of(stem) >= 0 and _place_of(stem * 1000 + "9" * 5000) >= 0

@@ -10,6 +10,7 @@ with lane.begin([0, 1, 2]) as run:
 from __future__ import annotations
 
 import os
+import re
 import time
 import zlib
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ WORDS, HALF_WORDS = 1 << 64, 1 << 32
 
 ANY_WIRE = "auto"
 """Asks for rows in the wire that the rank's layers take."""
+
+_COUNT = re.compile(r"[0-9]{1,9}\Z")
 
 REST_LOOK_SECONDS = 0.002
 """Between looks whether a pass that was left has ended."""
@@ -296,6 +299,15 @@ def _left(until: float) -> float:
     return max(SHORTEST_SECONDS, until - time.monotonic())
 
 
+def _place_of(name: str) -> int:
+    """A number for the name, the same in each process; of names that count, as decoder-0 and decoder-1, one
+    after another: of a checksum alone the last bits are alike for several of these.
+    """
+    counted = _COUNT.search(name)
+    count = "" if counted is None else counted[0]
+    return zlib.crc32(name.removesuffix(count).encode()) + int(count or 0)
+
+
 def _lanes_of(address: str, wanted: Wanted, seconds: float) -> list[moe_pb2.Lane]:
     """The lanes to attach to, the first first: the rank that is named, or those of this host, by the caller's
     name. Callers of one name so meet at one rank, which takes only one of them, and others are spread.
@@ -310,7 +322,7 @@ def _lanes_of(address: str, wanted: Wanted, seconds: float) -> list[moe_pb2.Lane
     if wanted.rank is not None:
         lanes = [lane for lane in lanes if lane.rank == wanted.rank]
     if lanes:
-        first = zlib.crc32(wanted.name.encode()) % len(lanes)
+        first = _place_of(wanted.name) % len(lanes)
         return [*lanes[first:], *lanes[:first]]
     if wanted.rank is not None and wanted.rank in topology.away:
         text = f"rank {wanted.rank} of {address} is away, and waited for; attach again when it is there"
