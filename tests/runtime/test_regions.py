@@ -256,7 +256,10 @@ def test_bytes_and_count_are_limited_and_come_back():
     with pytest.raises(RegionLimit):
         kept.create(1)
     hold.close()
-    with pytest.raises(RegionLimit, match="8192 bytes do not fit: 4096 of 8192 bytes are taken"):
+    with pytest.raises(
+        RegionLimit,
+        match=r"8192 bytes do not fit: 4096 of 8192 bytes are taken by regions \(server\.region_bytes\)",
+    ):
         kept.create(8192)
     kept.create(4096)
     kept.close()

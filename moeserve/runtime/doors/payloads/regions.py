@@ -299,10 +299,8 @@ class Regions:
             if self._count >= limits.max_regions:
                 raise RegionLimit(f"{self._count} regions exist, as many as allowed; release some")
             if self._bytes + size > limits.max_bytes:
-                text = (
-                    f"{size} bytes do not fit: {self._bytes} of {limits.max_bytes} bytes are taken by regions"
-                )
-                raise RegionLimit(text)
+                taken = f"{self._bytes} of {limits.max_bytes} bytes are taken by regions"
+                raise RegionLimit(f"{size} bytes do not fit: {taken} (server.region_bytes)")
             self._count += 1
             self._bytes += size
 
