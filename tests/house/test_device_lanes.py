@@ -191,13 +191,6 @@ def unknown_layer(lane: AttachedLane, alone: Alone) -> None:
     lane.begin([0, 7]).wait(5)
 
 
-def too_many_layers(lane: AttachedLane, alone: Alone) -> None:
-    write(lane, {m.STEPS: 2**63, m.STAGES: 1, m.FLAGS: 0, m.ANNOUNCED: 77})
-    lane.number = 76
-    run = lane.begin([0])
-    run.wait(5)
-
-
 def too_many_stages(lane: AttachedLane, alone: Alone) -> None:
     lane.begin([0], stages=5).wait(5)
 
