@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from moeserve.proto.client.patience import Patience
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.passes.attached import ANY_WIRE, Wanted
+from moeserve.proto.timeouts import bounded
 from moeserve.torch.ways import Way
 
 NEEDED = {"in_process": "config", "attached": "address", "remote": "address"}
@@ -147,7 +148,7 @@ def _attached_device(settings: Settings) -> Way:
         ),
         MailLayout(*sizes, dtype),
         device,
-        settings.timeout,
+        bounded(settings.timeout),
         settings.layers,
         one_version=settings.one_version,
         rows_wire="" if settings.rows_wire == AS_THEY_ARE else settings.rows_wire,

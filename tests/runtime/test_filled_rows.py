@@ -12,6 +12,7 @@ import pytest
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice
 from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.expected import Expected
 from moeserve.proto.passes.mailbox import MailboxLayout, filled_of, tag_of
 from moeserve.proto.passes.memory import LaneMemory
@@ -45,7 +46,7 @@ class Lane:
             socket=regions.socket,
             goes_ahead=goes_ahead,
         )
-        self.memory = LaneMemory(LAYOUT, made)
+        self.made, self.memory = made, LaneMemory(LAYOUT, made)
         self.run = Pass(self.memory, Announced(1, (0,), 1), SECONDS, [Expected(0.0)])
 
     def close(self) -> None:
@@ -72,6 +73,16 @@ class Lane:
         self.out[head + m.ANSWERED] = filled_of(tag_of(1, step), rows)
         if last:
             self.out[head + m.TAG] = tag_of(1, step)
+
+
+class Nobody:
+    """A way to a rank that is not asked for anything."""
+
+    def detach(self, mailbox: str, seconds: float) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 @pytest.fixture
@@ -118,6 +129,50 @@ def test_rows_are_said_to_be_there_as_they_are(regions: Regions) -> None:
         thread.join(SECONDS)
     assert not wrong and not thread.is_alive() and min(seen) < ROWS
     lane.close()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0])
+def test_a_wait_that_would_not_end_is_refused_before_it_begins(regions: Regions, seconds: float) -> None:
+    """The answer is there, and the pass has ended: what is wrong is said all the same."""
+    lane = Lane(regions)
+    post(lane, rows := rows_of(4))
+    lane.answer[:] = rows
+    waits = {
+        "take": lambda: lane.run.take(0, seconds),
+        "take_plain": lambda: lane.run.take_plain(0, seconds),
+        "arrived": lambda: lane.run.arrived(0, seconds),
+        "wait": lambda: lane.run.wait(seconds),
+        "leave": lambda: lane.run.leave(seconds),
+    }
+    for ended in (False, True):
+        lane.out[m.ENDED] = int(ended)
+        for name, wait in waits.items():
+            with pytest.raises(ValueError, match=rf"^timeout={seconds} must be 0 seconds or more$"):
+                wait()
+            assert lane.run.under_way(0), name
+    lane.out[m.ENDED] = 0
+    lane.say(0, ROWS)
+    assert np.array_equal(lane.run.take(0, 0), rows)
+    lane.close()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0])
+def test_nor_does_a_lane_wait_so(regions: Regions, seconds: float) -> None:
+    rank = Lane(regions)
+    rank.made.hidden, rank.made.experts, rank.made.top_k = HIDDEN, 4, 2
+    lane = AttachedLane(Nobody(), Wanted("decoder", ROWS), rank.made)
+    for name, wait in (
+        ("timeout", lambda: lane.begin([0], timeout=seconds)),
+        ("seconds", lambda: lane.rest(seconds)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}={seconds} must be 0 seconds or more$"):
+            wait()
+    assert lane.number == 0, "no pass was announced"
+    for end in (lane.detach, lane.close):
+        with pytest.raises(ValueError, match=rf"^seconds={seconds} must be 0 seconds or more$"):
+            end(seconds)
+    lane.close()
+    rank.close()
 
 
 @pytest.mark.parametrize("lane_is", [{"goes_ahead": False}, {"takes": 0}])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,8 +19,9 @@ from moeserve.proto.client import MoeClient, Reply
 from moeserve.proto.errors import MoeError
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.mailbox import MailboxLayout
+from moeserve.proto.timeouts import LONGEST_SECONDS
 from moeserve.torch.attached import Attached
-from moeserve.torch.connecting import Settings, wanted_of
+from moeserve.torch.connecting import Settings, connect, wanted_of
 from moeserve.torch.module import MoeExperts
 from moeserve.torch.remote import Remote
 from moeserve.torch.ways import MOST_ALIKE, Rounds, Rows, Submitted
@@ -183,3 +186,31 @@ def test_how_long_a_caller_is_awake_reaches_its_lane() -> None:
     for wrong in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"spin=.* must be 0 to 1 seconds"):
             wanted_of(replace(settings, spin=wrong))
+
+
+def test_a_timeout_without_end_is_a_long_one_for_rows_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel waits for nanoseconds, which are a whole number."""
+    seen: list[float] = []
+
+    class Service:
+        layers = (SimpleNamespace(hidden=8, experts=4, top_k=2),)
+
+        def __init__(self, address: str, **options: object) -> None: ...
+
+        def __enter__(self) -> Service:
+            return self
+
+        def __exit__(self, *failed: object) -> None: ...
+
+        def model(self) -> Service:
+            return self
+
+    def device(
+        attach: object, layout: object, device: object, timeout: float, *rest: object, **more: object
+    ) -> None:
+        seen.append(timeout)
+
+    monkeypatch.setattr("moeserve.proto.client.MoeClient", Service)
+    monkeypatch.setattr("moeserve.torch.attached_device.AttachedDevice", device)
+    connect(Settings("attached", "127.0.0.1:1", timeout=math.inf, device="cuda:0"))
+    assert seen == [LONGEST_SECONDS]

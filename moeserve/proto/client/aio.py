@@ -207,9 +207,10 @@ class AsyncMoeClient:
         await self.close()
 
     async def _ask(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+        seconds = self._core.seconds if timeout is None else Patience.of(timeout).seconds
         self._check_open()
         try:
-            return await self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+            return await self._door.unary(method, request, seconds)
         except MoeError as failed:
             if self._door.closed:  # meanwhile
                 raise client_closed(self.address) from failed

@@ -270,9 +270,10 @@ class MoeClient:
         self.close()
 
     def _ask(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+        seconds = self._core.seconds if timeout is None else Patience.of(timeout).seconds
         self._check_open()
         try:
-            return self._door.unary(method, request, self._core.seconds if timeout is None else timeout)
+            return self._door.unary(method, request, seconds)
         except MoeError as failed:
             if self._door.closed:  # meanwhile
                 raise client_closed(self.address) from failed

@@ -22,7 +22,7 @@ from typing import Protocol
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.lanes import check_serving
-from moeserve.proto.client.patience import check_process
+from moeserve.proto.client.patience import Patience, check_process
 from moeserve.proto.client.sync_link import Link
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import (
@@ -39,6 +39,7 @@ from moeserve.proto.passes.mailbox import MailboxLayout, fence
 from moeserve.proto.passes.memory import LaneMemory
 from moeserve.proto.passes.running import Announced, Pass
 from moeserve.proto.tensors import known
+from moeserve.proto.timeouts import bounded, checked
 from moeserve.proto.transports.awake import MOST_AWAKE, awake_seconds
 
 DETACH_SECONDS = 5.0
@@ -81,11 +82,10 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.spin is not None and not 0 <= self.spin <= MOST_AWAKE:  # nor where it is NaN
             raise ValueError(f"spin={self.spin} must be 0 to {MOST_AWAKE:g} seconds")
+        Patience(self.timeout)  # which says what is wrong with it
         for name in ("rows", "stages", "buffers"):
             if not 0 <= getattr(self, name) < HALF_WORDS:
                 raise ValueError(f"{name}={getattr(self, name)} is no number of 32 bits from 0 on")
-        if not self.timeout > 0:  # nor where it is NaN
-            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
 
 
 class Way(Protocol):
@@ -165,7 +165,7 @@ class AttachedLane:
         that do not fit; NotFound where no rank is on this host; Unavailable where the service does not serve,
         or the rank is away.
         """
-        until = time.monotonic() + (wanted.timeout if timeout is None else timeout)
+        until = time.monotonic() + bounded(wanted.timeout if timeout is None else checked("timeout", timeout))
         lanes = _lanes_of(address, wanted, _left(until))
         for lane in lanes:
             link = _Link(Link(lane.address, MAX_MESSAGE_BYTES, wanted.credentials))
@@ -217,6 +217,8 @@ class AttachedLane:
         """
         if wrong := _wrong_pass(layers, stages, weights_version):
             raise InvalidArgument("INVALID_ARGUMENT", "bad_pass", wrong)
+        if timeout is not None:
+            timeout = checked("timeout", timeout)
         check_process(self.memory.process)
         box, last = self.memory.box, self._announced()
         if last is not None:
@@ -233,7 +235,7 @@ class AttachedLane:
         return self._pass(Announced(number, tuple(layers), stages))
 
     def _pass(self, announced: Announced) -> Pass:
-        return Pass(self.memory, announced, self.wanted.timeout, self._expected)
+        return Pass(self.memory, announced, bounded(self.wanted.timeout), self._expected)
 
     def _announced(self) -> Pass | None:
         """The pass that was announced last, unless it has ended. By the words that its rank reads: whoever
@@ -246,7 +248,7 @@ class AttachedLane:
         """Leaves the pass that runs, and waits for its end so long at most. Whether it has ended: the rank
         writes no answer any more.
         """
-        run, until = self._announced(), time.monotonic() + seconds
+        run, until = self._announced(), time.monotonic() + checked("seconds", seconds)
         if run is None:
             return True
         run.give_up()
@@ -260,6 +262,7 @@ class AttachedLane:
         It never fails: a rank that is gone has no lane. seconds: for its answer; 0: it is not asked, and
         ends the lane when it sees that this process has let go of the memory.
         """
+        seconds = checked("seconds", seconds)
         if self._detached:
             return
         self._detached = True

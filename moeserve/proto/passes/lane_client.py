@@ -77,6 +77,8 @@ class LaneClient(MoeClient):
         transport: str = "auto",
         credentials: Credentials | None = None,
     ) -> None:
+        if not is_whole(lanes):
+            raise TypeError(f"lanes={lanes!r} must be a whole number")
         if lanes < 1:
             raise ValueError(f"lanes={lanes} must be 1 or more; without lanes use MoeClient")
         super().__init__(
@@ -151,7 +153,7 @@ class LaneClient(MoeClient):
             self._answers.close()
             until = time.monotonic() + DETACH_SECONDS
             for line in (*idle, *placed) if mine else ():
-                line.close(until - time.monotonic())
+                line.close(max(0.0, until - time.monotonic()))
 
     def _swept(self) -> list[CalledLane]:
         """Lanes whose tensors were closed; they are no more the client's."""

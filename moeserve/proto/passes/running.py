@@ -25,6 +25,7 @@ from moeserve.proto.passes.expected import SHORTEST_SLEEP, Expected
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.passes.memory import LaneMemory, Room, Specs
 from moeserve.proto.tensors import Array, Plain, TensorError, in_place, known, plain
+from moeserve.proto.timeouts import checked
 from moeserve.proto.transports.copies import copy_into
 
 NO_TAG = 1 << 64
@@ -197,7 +198,7 @@ class Pass:
         if into is there or into.address == there.address:
             self.arrived(stage, timeout)
             return
-        until = time.monotonic() + (self._timeout if timeout is None else timeout)
+        until = time.monotonic() + self._limit(timeout)
         copied, expected = 0, self._expected[stage]
         if self._memory.fills and there.spec.nbytes >= PARTED_BYTES:
             copied = self._take_parts(stage, (into, there), timeout)
@@ -268,13 +269,18 @@ class Pass:
         """Ends the pass and waits for that. Steps under way are given up. Raises DeadlineExceeded where it
         has not ended in time, and Unavailable where the rank is gone. After a fork it does nothing.
         """
+        limit = self._limit(timeout)
         if self.status is None and self._memory.process == os.getpid():
             self.give_up()
             try:
-                self._wait((m.ENDED, NO_TAG), timeout, Expected(0.0), ends=True)
+                self._wait((m.ENDED, NO_TAG), limit, Expected(0.0), ends=True)
             except MoeError:
                 if self.status is None:  # the rank is gone; else it ended in another way just then
                     raise
+
+    def _limit(self, timeout: float | None) -> float:
+        """Seconds to wait, the pass's own where none are named. Raises ValueError for what no wait can be."""
+        return self._timeout if timeout is None else checked("timeout", timeout)
 
     def _wait(
         self,
@@ -289,9 +295,7 @@ class Pass:
         wanted. ends: the end is what is waited for. sooner: whether enough is there before that.
         """
         started = looked = time.monotonic()
-        limit = self._timeout if timeout is None else timeout
-        if limit != limit:
-            raise ValueError("timeout=nan is no number of seconds")
+        limit = self._limit(timeout)
         out, (at, wanted) = self._memory.out, word
         looks, slept = 0, False
         while (found := out[at]) != wanted and not sooner():
