@@ -31,6 +31,7 @@ LAST_PORT = 65535
 MOST_NUMBER = (1 << 63) - 1
 MOST = dict.fromkeys(("server.max_message_bytes", "step.lane_rows"), (1 << 31) - 1) | {
     "cluster.threads_per_rank": 4096,
+    "cluster.cpus_per_rank": 4096,
     "cluster.ring_bytes": 1 << 30,
     "members.max_lanes": 4096,
     "members.max_owners": 4096,
@@ -40,8 +41,17 @@ MOST = dict.fromkeys(("server.max_message_bytes", "step.lane_rows"), (1 << 31) -
 would start: more threads than any host has cores, memory than a ring can be made of, and seats and slots
 than any group has, of which tables are made.
 """
-LEAST = {"server.max_message_bytes": 1 << 20}
-"""Least of keys with which a service would start and answer nothing: its replies have to fit, and rows."""
+LEAST_RATE = 1 << 16
+LEAST = {
+    "server.max_message_bytes": 1 << 20,
+    "balance.move_bytes_per_second": LEAST_RATE,
+    "balance.shadow_bytes_per_second": LEAST_RATE,
+}
+"""Least of keys with which a service would start and answer nothing: its replies have to fit, and rows. And
+of rates, where 0 is none: a copier pauses after each 4 MiB, for a minute at this one.
+"""
+LEAST_SECONDS = 1e-3
+"""Least of times that must be positive: process groups and polls count milliseconds, and less is none."""
 
 CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
@@ -91,7 +101,7 @@ POSITIVE = frozenset(
 
 def check_numbers(table: str, values: Any) -> None:
     """Raises ConfigError for a number of `table` that is infinite, not a number, negative, 0 where a positive
-    one is needed, or more than what it is handed to takes. Ports are checked apart.
+    one is needed, or less or more than what it is handed to takes. Ports are checked apart.
     """
     for name in (each.name for each in fields(values)):
         key, value = f"{table}.{name}", getattr(values, name)
@@ -101,10 +111,13 @@ def check_numbers(table: str, values: Any) -> None:
             raise ConfigError(f"{key} = {value} must be a finite number")
         if name.endswith("_seconds") and value > LONGEST_SECONDS:
             raise ConfigError(f"{key} = {value:g} must be {LONGEST_SECONDS:g} (about 23 days) or less")
-        if isinstance(value, int) and value > (most := MOST.get(key, MOST_NUMBER)):
+        if value > (most := MOST.get(key, MOST_NUMBER if isinstance(value, int) else math.inf)):
             raise ConfigError(f"{key} = {value} must be {most} or less")
         if 0 < value < LEAST.get(key, 0):
-            raise ConfigError(f"{key} = {value} must be {LEAST[key]} or more")
+            none = "" if key in POSITIVE else ", or 0"
+            raise ConfigError(f"{key} = {value} must be {LEAST[key]} or more{none}")
+        if key in POSITIVE and key.endswith("_seconds") and 0 < value < LEAST_SECONDS:
+            raise ConfigError(f"{key} = {value} must be {LEAST_SECONDS} (a millisecond) or more")
         if key in POSITIVE and value <= 0:
             raise ConfigError(f"{key} = {value} must be positive")
         if value < 0:

@@ -1,12 +1,17 @@
 """The configuration: one frozen value, every wrong key or value named."""
 
+import threading
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moeserve.proto.timeouts import LONGEST_SECONDS
 from moeserve.runtime.config import Config, from_mapping
+from moeserve.runtime.rank.weights.copies import PIECE, Abandoned, Copier
+from moeserve.runtime.rank.weights.peers import unread_seconds
 from moeserve.runtime.sections import ConfigError
 
 
@@ -158,6 +163,16 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
         ),
         ({"server.max_message_bytes": 64}, "server.max_message_bytes = 64 must be 1048576 or more"),
         ({"server.max_message_bytes": 0}, "server.max_message_bytes = 0 must be positive"),
+        (
+            {"balance.shadow_bytes_per_second": 1e-300},
+            "balance.shadow_bytes_per_second = 1e-300 must be 65536 or more, or 0$",
+        ),
+        ({"balance.move_bytes_per_second": 65535.9}, "balance.move_bytes_per_second = 65535.9 must be 65536"),
+        (
+            {"step.timeout_seconds": 1e-300},
+            r"step.timeout_seconds = 1e-300 must be 0.001 \(a millisecond\) or more$",
+        ),
+        ({"cluster.cpus_per_rank": 1e308}, r"cluster.cpus_per_rank = 1e\+308 must be 4096 or less"),
         ({"cluster.threads_per_rank": 100000}, "cluster.threads_per_rank = 100000 must be 4096 or less"),
         ({"cluster.ring_bytes": 1 << 62}, "cluster.ring_bytes = .* must be 1073741824 or less"),
     ],
@@ -166,6 +181,25 @@ def test_values_that_make_no_sense_are_named(values: dict[str, object], message:
     given = values if not values else {"model.checkpoint": "x"} | values
     with pytest.raises(ConfigError, match=message):
         Config().with_values(given).checked()
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.0, 65536.0, 1e308])
+def test_rates_that_a_copier_keeps_to_are_taken(rate: float) -> None:
+    config = Config().with_values(
+        {
+            "model.checkpoint": "x",
+            "balance.move_bytes_per_second": rate,
+            "balance.shadow_bytes_per_second": rate,
+        }
+    )
+    balance = config.checked().balance
+    assert unread_seconds(balance.move_bytes_per_second) < LONGEST_SECONDS
+    copier = Copier(balance.shadow_bytes_per_second, "cpu")
+    enough = threading.Timer(0.1, copier.abandoned.set)
+    enough.start()
+    with suppress(Abandoned):  # at the least rate a piece takes a minute
+        copier.spent(PIECE)
+    enough.join()
 
 
 def test_room_for_members_is_the_ranks_unless_there_is_to_be_more() -> None:
