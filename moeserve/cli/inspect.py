@@ -9,6 +9,10 @@ import argparse
 import json
 
 from moeserve.cli.arguments.configured import one_checkpoint
+from moeserve.cli.arguments.names import named
+
+MOST_RANKS = 1 << 16
+"""As many as a model has experts at most: further ranks would hold none."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,12 +20,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     about = "show layers, experts, shapes, scheme, excluded modules, routing and bytes of a checkpoint"
     parser = subparsers.add_parser("inspect", help=about, description=about)
     parser.add_argument(
-        "words", nargs="*", metavar="CHECKPOINT", help="folder with config.json and safetensors, or org/name"
+        "words",
+        nargs="*",
+        type=named,
+        metavar="CHECKPOINT",
+        help="folder with config.json and safetensors, or org/name",
     )
-    parser.add_argument("--checkpoint", metavar="CHECKPOINT", help="the same as the first word")
+    parser.add_argument("--checkpoint", type=named, metavar="CHECKPOINT", help="the same as the first word")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="spread whole experts over N ranks")
     parser.add_argument(
         "--against",
+        type=named,
         metavar="REFERENCE",
         help="the same model unquantized: relative error of each layer's experts; reads all their weights",
     )
@@ -36,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from moeserve.cli.shown.inspect_against import errors_against, errors_json, errors_rows
     from moeserve.cli.shown.inspected import Inspected, columns
 
-    if args.ranks < 1:
-        raise ValueError(f"--ranks={args.ranks} must be 1 or more")
+    if not 0 < args.ranks <= MOST_RANKS:
+        raise ValueError(f"--ranks={args.ranks} must be 1 to {MOST_RANKS}")
     checkpoint = Checkpoint(pinned(one_checkpoint(args.words, args.checkpoint)))
     found = Inspected.of(checkpoint, args.ranks)
     errors = errors_against(checkpoint, args.against) if args.against else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from moeserve.cli.arguments.names import named
 from moeserve.cli.arguments.remote import add_address, as_json, client_of, table
 
 
@@ -15,8 +16,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_address(parser, timeout=10.0)
     parser.add_argument(
         "level",
+        type=named,
         nargs="?",
-        default="",
         metavar="LEVEL",
         help="level from which on to log: debug, info, warning or error",
     )
@@ -33,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Sets the level and prints those that are set; returns 0."""
     with client_of(args) as client:
-        reply = client.set_log_level(args.level, args.logger)
+        reply = client.set_log_level(args.level or "", args.logger)
     print(as_json(reply) if args.json else text(reply))
     return 0
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moeserve.cli.arguments.configured import add_config_flags, config_of, given
+from moeserve.cli.arguments.names import named
 
 if TYPE_CHECKING:
     from moeserve.cli.shown.plan_shown import Planned
@@ -27,7 +28,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("plan", help=about, description=about)
     add_config_flags(parser, serving=False)
     parser.add_argument(
-        "--machine", metavar="NAME", help="plan for this machine, such as h200; this one by default"
+        "--machine",
+        type=named,
+        metavar="NAME",
+        help="plan for this machine, such as h200; this one by default",
     )
     parser.add_argument(
         "--from-vllm-env",
@@ -42,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--table",
+        type=named,
         metavar="NAME",
         help="print a table of the documentation; machines is the plan of every scheme",
     )

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moeserve.cli.arguments.names import named
 from moeserve.cli.shown.errors import explain
 from moeserve.cli.shown.units import human
 
@@ -37,8 +38,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EPILOG.format(formats=_formats()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", help="folder with config.json and safetensors; quantized ones are decoded")
-    parser.add_argument("destination", help="folder to write, empty or not there yet, or one to go on with")
+    parser.add_argument(
+        "source", type=named, help="folder with config.json and safetensors; quantized ones are decoded"
+    )
+    parser.add_argument(
+        "destination", type=named, help="folder to write, empty or not there yet, or one to go on with"
+    )
     parser.add_argument("--to", required=True, metavar="FORMAT", help="see below")
     parser.add_argument(
         "--group-size",

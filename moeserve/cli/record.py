@@ -12,6 +12,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
+from moeserve.cli.arguments.names import named
 from moeserve.cli.arguments.remote import add_credentials, address, client_of
 from moeserve.experts.load import (
     PHASES,
@@ -59,8 +60,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("address", nargs="?", type=address, metavar="HOST:PORT", help="address of the service's front door")
-    add("--from", dest="files", nargs="+", metavar="FILE", help="read these files instead of a service")
-    add("--out", required=True, metavar="FILE", help="the trace to write")
+    add(
+        "--from",
+        dest="files",
+        nargs="+",
+        type=named,
+        metavar="FILE",
+        help="read these files instead of a service",
+    )
+    add("--out", type=named, required=True, metavar="FILE", help="the trace to write")
     add("--append", action="store_true", help="append to a trace that exists")
     add("--window", type=float, default=10.0, metavar="SECONDS", help="length of a window; 10 by default")
     add(

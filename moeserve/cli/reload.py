@@ -34,7 +34,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def asked(named: str) -> str:
-    """What to ask the service for: an absolute path, or `org/name` where there is no such folder here."""
+    """What to ask the service for: an absolute path, or `org/name` where there is no such folder here. Raises
+    ValueError for an empty text, which would be the working directory.
+    """
+    if not named.strip():
+        raise ValueError(f"{named!r} names no checkpoint; give its folder, or org/name[@revision]")
     path = os.path.abspath(named)
     of_hub = named.count("/") == 1 and not named.startswith((".", "/", "~")) and not named.endswith("/")
     return named if of_hub and not os.path.exists(path) else path

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from moeserve.cli.arguments.names import named
 from moeserve.cli.arguments.sizes import SIZE_NAMES, WAY_OUT, Sizes, add_size_flags, sizes_of
 from moeserve.experts.balance import BALANCERS, Wish, balancer_named
 from moeserve.experts.balance.cost import CostModel
@@ -87,8 +88,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--load", nargs="+", required=True, metavar="FILE", help="expert loads, in the order they come")
-    add("--serve", metavar="FILE", help="judge the plan on this workload")
+    add(
+        "--load",
+        nargs="+",
+        type=named,
+        required=True,
+        metavar="FILE",
+        help="expert loads, in the order they come",
+    )
+    add("--serve", type=named, metavar="FILE", help="judge the plan on this workload")
     add("--phase", choices=PHASES, help="take only windows of this phase, where a trace tells them apart")
     add("--ranks", type=int, nargs="+", required=True, metavar="N", help="8 16 ... 1024")
     add("--redundant", type=int, nargs="+", default=[0], metavar="N", help="spare slots, over all ranks")

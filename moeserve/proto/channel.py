@@ -32,7 +32,7 @@ Options = list[tuple[str, Any]]
 OTHER_NAMES = re.compile(r"(unix|unix-abstract|vsock):|(dns|ipv4|ipv6|xds|google-c2p)://")
 """What gRPC knows beside HOST:PORT: sockets of the host, and names with a resolver."""
 
-HOST = re.compile(r"[^:/]+|\[[^\[\]]+\]|(dns|ipv4|ipv6):.+")
+HOST = re.compile(r"[^:/\s]+|\[[^\[\]\s]+\]|(dns|ipv4|ipv6):\S+")
 """A name or an IPv4 address, an IPv6 one, or what says which of them it is."""
 
 

@@ -185,10 +185,60 @@ def test_layers_that_are_no_numbers(layers: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "address", ["50051", "localhost:", ":1", "host:http", "host:70000", "::1", "::1:50051"]
+    "address", ["50051", "a\nb:1", "localhost:", ":1", "host:http", "host:70000", "::1", "::1:50051"]
 )
 def test_an_address_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["health", address])
     assert ended.value.code == 2
     assert "must be HOST:PORT, such as 127.0.0.1:50051" in capsys.readouterr().err
+
+
+EMPTY = [
+    ["inspect", "{}"],
+    ["inspect", "model", "--against", "{}"],
+    ["inspect", "--checkpoint", "{}"],
+    ["quantize", "{}", "there", "--to", "fp8"],
+    ["quantize", "model", "{}", "--to", "fp8"],
+    ["plan", "{}"],
+    ["plan", "model", "--machine", "{}"],
+    ["plan", "--table", "{}"],
+    ["serve", "{}"],
+    ["simulate", "--load", "{}", "--ranks", "2"],
+    ["record", "--from", "{}", "--out", "there"],
+    ["record", "127.0.0.1:9", "--out", "{}"],
+    ["log-level", "127.0.0.1:9", "{}"],
+    ["status", "127.0.0.1:9", "--ca", "{}"],
+    ["status", "127.0.0.1:9", "--token-file", "{}"],
+]
+"""Commands with a name that is empty, as of a variable that is not set."""
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+@pytest.mark.parametrize("words", EMPTY, ids=" ".join)
+def test_a_name_that_is_empty(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word.format(text) for word in words])
+    assert ended.value.code == 2
+    assert f"{text!r} names nothing" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_a_reload_of_no_checkpoint(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["reload", "127.0.0.1:9", text], capsys)
+    assert said == (
+        f"moeserve reload: {text!r} names no checkpoint; give its folder, or org/name[@revision]\n"
+    )
+
+
+@pytest.mark.parametrize("ranks", ["0", "65537", "1000000000", "99999999999999999999"])
+def test_ranks_that_no_experts_are_for(
+    ranks: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(["inspect", str(checkpoint), "--ranks", ranks], capsys)
+    assert said == f"moeserve inspect: --ranks={ranks} must be 1 to 65536\n"
+
+
+def test_more_ranks_than_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["scale", "127.0.0.1:9", "99999999999"], capsys)
+    assert said == "moeserve scale: ranks=99999999999 must be a whole number of 1 to 4294967295\n"

@@ -14,7 +14,17 @@ from moeserve.proto.channel import check_address
     "text",
     [
         *("", "127.0.0.1", "localhost", "localhost:", ":1", "host:http", "host:70000", "::1", "::1:50051"),
-        *("::50051", "[::1:50051", "fe80::1%lo:50051", "http://127.0.0.1:50051", "https://host"),
+        *(
+            "a\nb:1",
+            "a b:1",
+            " :1",
+            "[::1 ]:1",
+            "::50051",
+            "[::1:50051",
+            "fe80::1%lo:50051",
+            "http://127.0.0.1:50051",
+            "https://host",
+        ),
     ],
 )
 def test_an_address_without_a_port_is_refused_at_once(text: str) -> None:

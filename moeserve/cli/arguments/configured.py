@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from moeserve.cli.arguments.names import named
+
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
 
@@ -84,6 +86,7 @@ def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
     parser.add_argument(
         "words",
         nargs="*",
+        type=named,
         metavar="MODEL|CONFIG.toml",
         help="folder of a checkpoint or org/name of a hub, the same as --checkpoint; a file is the "
         "configuration, and flags override it",

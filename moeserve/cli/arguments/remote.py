@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from moeserve.cli.arguments.names import named
 from moeserve.proto.channel import check_address
 from moeserve.proto.client import MoeClient
 from moeserve.proto.credentials import Credentials
@@ -43,7 +44,7 @@ CREDENTIALS = {
 def add_credentials(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of what to trust and what to show."""
     for flag, (field, metavar, text) in CREDENTIALS.items():
-        parser.add_argument(flag, dest=field, default="", metavar=metavar, help=text)
+        parser.add_argument(flag, dest=field, type=named, metavar=metavar, help=text)
 
 
 def credentials_of(args: argparse.Namespace) -> Credentials | None:

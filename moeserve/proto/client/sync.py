@@ -229,7 +229,7 @@ class MoeClient:
         or go at all; Unavailable where the service does not serve; nothing is tried again.
         """
         if not is_whole(ranks) or not 0 < ranks < 1 << 32:
-            raise ValueError(f"ranks={ranks!r} must be a whole number of 1 or more")
+            raise ValueError(f"ranks={ranks!r} must be a whole number of 1 to {(1 << 32) - 1}")
         request = moe_pb2.ScaleRequest(ranks=ranks)
         reply: moe_pb2.ScaleReply = self._ask(self._door.admin.Scale, request, timeout)
         return reply
