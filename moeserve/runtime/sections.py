@@ -155,7 +155,7 @@ class ServerConfig:
     region_seconds: float = 10.0  # for a client to fetch a region that was made for it, or to name one
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
     max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
-    queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
+    queue_seconds: float = 10.0  # that a call may wait for others at a lane; who would longer is refused
     health_port: int = 0  # of probes; 0 picks a free one, -1 has none
     stalled_seconds: float = 10.0  # after which a head that does not answer is not ready, nor alive
     registered_bytes: int = 4 << 30  # of regions, that a GPU copies from and to by itself; 0: none

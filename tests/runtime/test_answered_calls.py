@@ -183,6 +183,25 @@ def test_a_full_lane_is_told_to_be_left_alone_for_longer_each_time(ranked: Ranke
     assert told[0] <= 0.05 and told[3] > told[0] and 1 <= told[-1] <= 2
 
 
+def test_a_call_of_many_parts_finds_room_beside_few_others(ranked: Ranked) -> None:
+    """It would not while there are any, and others come and go."""
+    batch = LaneBatch(0, torch.ones(400, 1), torch.zeros(400, 2, dtype=torch.int32), torch.ones(400, 2))
+    few = LaneBatch(0, torch.ones(4, 1), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2))
+    for _ in range(7):
+        ranked.lane.submit(few)
+    call = ranked.lane.submit(batch)
+    text = (
+        "lane 0 has 107 parts of calls under way, and server.max_concurrent_calls is 100; a call has one for "
+        r"every 4 rows \(step.lane_rows\)"
+    )
+    for refused in (few, batch):
+        with pytest.raises(LaneFull, match=text):
+            ranked.lane.submit(refused)
+    ranked.step()
+    assert call.ended and ranked.lane.in_flight == 0
+    ranked.lane.submit(few)
+
+
 def test_a_rank_without_its_coordinator_is_unavailable(ranked: Ranked) -> None:
     def announce(job: Announcement) -> None:
         raise StreamClosed("the other end closed the stream")

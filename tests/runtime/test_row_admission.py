@@ -206,6 +206,57 @@ def test_a_call_waits_no_longer_than_the_lane_allows_whatever_its_deadline() -> 
     assert 1.0 <= max(queued[2000:]) <= 2.2
 
 
+@pytest.mark.parametrize("rows", [4900, 8000, 20000])
+def test_a_call_whose_own_rows_take_long_finds_its_turn_while_others_come_and_go(rows: int) -> None:
+    """Alone it takes longer than the half of 10 s for which a call may wait: that is no wait for others."""
+    lane = Lane()
+    for _ in range(3):
+        assert lane.ask("large", rows) is None
+        lane.go_on(rows / ROWS_A_SECOND + 1.0)
+    began, comes, let_in, others = lane.now, lane.now + 1.0, math.inf, 0
+    while lane.now < began + 20.0 and let_in == math.inf:
+        while len(lane.queue) < 7:
+            others += lane.ask("small", 30, 60.0) is None
+        if lane.now >= comes:
+            refused = lane.ask("large", rows, 60.0)
+            comes, let_in = (lane.now + refused.pushback, math.inf) if refused else (comes, lane.now)
+        lane.go_on(0.01)
+    assert let_in < began + 5.0 and others > 7
+    answered = lane.go_on(rows / ROWS_A_SECOND + 2.0)
+    assert ("large", True) in answered and all(in_time for _, in_time in answered)
+
+
+def test_calls_whose_own_rows_take_long_wait_for_others_no_longer_than_the_lane_allows() -> None:
+    lane = Lane(seconds=2.0)
+    for _ in range(3):
+        assert lane.ask("a", 3000) is None
+        lane.go_on(4.0)
+    assert lane.ask("a", 900, 60.0) is None and lane.ask("b", 3000, 60.0) is None
+    refused = lane.ask("c", 3000, 60.0)
+    assert refused is not None and str(refused) == (
+        "3900 rows are served before: at this lane's pace a call of 3000 rows would take 6.90 s, and should "
+        "take 4.00 s, half of server.queue_seconds = 2 for others, and what its own take; come back, or "
+        "raise that"
+    )
+    refused = lane.ask("d", 3000, 6.0)
+    assert refused is not None and str(refused).endswith(
+        "and should take 3.00 s, half of the 6.00 s that it has; give it a longer timeout, or fewer rows"
+    )
+
+
+def test_a_call_larger_than_its_caller_s_share_comes_in_beside_small_ones_of_it() -> None:
+    """As of one client with several threads, while others were refused for want of time."""
+    lane = Lane()
+    for _ in range(3):
+        assert lane.ask("a", 4000) is None
+        lane.go_on(5.0)
+    assert lane.ask("b", 30) is None and lane.ask("a", 30) is None
+    assert lane.ask("b", 30, 0.01) is not None, "others want more than they get"
+    assert lane.ask("a", 4000, 60.0) is None
+    refused = lane.ask("a", 4000, 60.0)
+    assert refused is not None and "this caller has 4030 rows under way, 4000 more are asked" in str(refused)
+
+
 @pytest.mark.parametrize("way", [0.0, 0.3, 0.45])
 def test_answers_are_in_time_for_callers_whose_way_is_long(way: float) -> None:
     """Five times what the lane serves comes for 15 s; callers wait for `way` s before it sees their calls."""

@@ -38,7 +38,7 @@ class RowLimits:
     """What a lane holds at most, and for how long."""
 
     rows: int = 65536  # of calls under way; a single one may have more
-    seconds: float = 10.0  # that a call may wait for its answer, whatever its deadline
+    seconds: float = 10.0  # that a call may wait for others, whatever its deadline
     due: float = 1.0  # a call is served before those that come so much later (`step.due_seconds`)
 
 
@@ -63,6 +63,7 @@ class _Asked:
     own: int  # of these, its caller's
     known: float  # of `ahead`, those for which the pace foretells something
     seconds: float  # within which it should be answered
+    deadline: float  # on the clock
 
 
 class RowAdmission:
@@ -178,11 +179,10 @@ class RowAdmission:
 
         entered: what is let in is added there.
         """
-        limits, a_row = self.limits, -1.0
-        due = now + limits.due
+        a_row, due = -1.0, now + self.limits.due
         for peer, rows, deadline in calls:
             caller = self._callers.of(peer)
-            seconds = HEADROOM * min(deadline - now, limits.seconds)
+            seconds = self._seconds(rows, deadline, now)
             if self._rows:
                 a_row = self._a_row(now) if a_row < 0 else a_row
                 caller.room = seconds / a_row if a_row else math.inf
@@ -193,8 +193,9 @@ class RowAdmission:
         caller = self._callers.of(peer)
         urgency = min(deadline, now + self.limits.due)
         ahead, own, known = self._before(caller, rows, urgency)
-        seconds = HEADROOM * min(deadline - now, self.limits.seconds)
-        why = self._why_not(caller, _Asked(rows, ahead, own, known, seconds), now)
+        seconds, why = self._seconds(rows, deadline, now), ""
+        if self._rows:
+            why = self._why_not(caller, _Asked(rows, ahead, own, known, seconds, deadline), now)
         if why:
             return LaneFull(why, self._callers.refuse(caller, now))
         if self._latest > urgency:
@@ -202,6 +203,15 @@ class RowAdmission:
                 if other.urgency > urgency:
                     other.ahead += rows
         return self._hold(caller, rows, ahead, urgency, (now, seconds))
+
+    def _seconds(self, rows: int, deadline: float, now: float) -> float:
+        """Within which a call should be answered. What its own rows take is no wait: one that alone takes
+        longer than a call may wait would find a lane that holds nothing, or be refused until its deadline.
+        """
+        seconds = HEADROOM * (deadline - now)
+        if self._rows and seconds > (queue := HEADROOM * self.limits.seconds):
+            return min(seconds, queue + self._foretold(self._known(rows), now))
+        return min(seconds, HEADROOM * self.limits.seconds)
 
     def _hold(self, caller: Caller, rows: int, ahead: int, urgency: float, when: tuple[float, float]) -> Held:
         """A call is let in; when: now, and the seconds that it has. The lock is held."""
@@ -236,9 +246,7 @@ class RowAdmission:
         return ahead, own, self._known(rows) + sum(self._known(held.rows) for held in before)
 
     def _why_not(self, caller: Caller, asked: _Asked, now: float) -> str:
-        """Why a call is not let in now; empty where it is."""
-        if not self._rows:
-            return ""
+        """Why a call is not let in now beside those that are held; empty where it is."""
         most = self.limits.rows
         if self._rows + asked.rows > most:
             held = f"{self._rows} are under way, and server.max_held_rows is {most}"
@@ -249,8 +257,9 @@ class RowAdmission:
         if foretold > asked.seconds:
             self._refuse_for_time(now)
             return (
-                f"{asked.ahead - asked.rows} rows are served before: at this lane's pace a call would take "
-                f"{foretold:.2f} s, and should take {asked.seconds:.2f} s"
+                f"{asked.ahead - asked.rows} rows are served before: at this lane's pace a call of "
+                f"{asked.rows} rows would take {foretold:.2f} s, and should take {asked.seconds:.2f} s, "
+                f"{self._whose(asked, now)}"
             )
         if asked.own == asked.rows or now - self._short > SHORT_SECONDS:
             return ""
@@ -259,11 +268,25 @@ class RowAdmission:
             return ""
         limit = min(most, max(min(other.room for other in wanting), room / LEAST_PART))
         share = self._callers.share(caller, wanting, limit)
-        if 2 * asked.ahead > limit and asked.own > share:
+        others = asked.own - asked.rows  # rows of other calls of its caller
+        # rows that alone are more than the share would never come in beside other calls of their caller
+        if 2 * asked.ahead > limit and asked.own > share and (asked.rows <= share or others > share):
             self._refuse_for_time(now)
-            held = f"this caller has {asked.own - asked.rows} rows under way"
-            return f"{held}, and its share of {limit:.0f} among {len(wanting)} callers is {share:.0f}"
+            return (
+                f"this caller has {others} rows under way, {asked.rows} more are asked, and its share of "
+                f"{limit:.0f} rows among {len(wanting)} callers is {share:.0f}; come back"
+            )
         return ""
+
+    def _whose(self, asked: _Asked, now: float) -> str:
+        """Which limit a call that would take too long is over, and the way out."""
+        left = asked.deadline - now
+        if asked.seconds >= HEADROOM * left:
+            return f"half of the {left:.2f} s that it has; give it a longer timeout, or fewer rows"
+        return (
+            f"half of server.queue_seconds = {self.limits.seconds:g} for others, and what its own take; "
+            "come back, or raise that"
+        )
 
     def _known(self, rows: int) -> float:
         """Of the rows of one call those for which the pace foretells something: what calls of few rows took

@@ -245,13 +245,20 @@ class Lane:
             self.withdraw([job.number])
 
     def _take_in(self, jobs: Sequence[Job]) -> int | None:
-        """Holds jobs; the generation that they are to be announced to. Raises GroupUnavailable, LaneFull."""
+        """Holds jobs of one call, or one of several; the generation that they are to be announced to. Raises
+        GroupUnavailable, LaneFull.
+        """
         with self._lock:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)
             callers = sum(job.callers for job in jobs)
-            if self._callers + callers > self._queue_limit:
-                text = f"lane {self.number} holds {self._callers} jobs and takes {self._queue_limit} at most"
+            # of a call in parts one has to find room: all at once find none while others come and go
+            if self._callers + jobs[0].callers > self._queue_limit:
+                text = (
+                    f"lane {self.number} has {self._callers} parts of calls under way, and "
+                    f"server.max_concurrent_calls is {self._queue_limit}; a call has one for every "
+                    f"{self.capacity} rows (step.lane_rows)"
+                )
                 self._refusals += 1
                 raise LaneFull(text, pushback(self._refusals))
             self._refusals = 0
