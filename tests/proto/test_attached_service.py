@@ -20,6 +20,7 @@ from moeserve.proto.integrations import attached_service
 from moeserve.proto.integrations.attached_service import AttachedService
 from moeserve.proto.integrations.remote_layers import RemoteLayers
 from moeserve.proto.integrations.settings import Settings
+from moeserve.proto.passes.attached import AttachedLane
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -123,6 +124,24 @@ def test_an_engine_takes_a_lane_wherever_one_is_free_and_waits_for_one(path: Pat
         answered(waiting, alone, 0, 3, 0)
         for service in (waiting, services[1]):
             service.close()
+
+
+def test_a_deadline_says_what_was_waited_for(
+    service: AttachedService, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All lanes are taken, and the time is over as the service is asked again; or it is over at once."""
+    taken = Overloaded("RESOURCE_EXHAUSTED", "lanes_taken", "1 device lanes are attached")
+    late = DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "nothing came")
+    failures = iter([taken, late, late])
+
+    def attached(*given: object) -> AttachedLane:
+        raise next(failures)
+
+    monkeypatch.setattr(service, "_attached", attached)
+    with pytest.raises(Overloaded, match="1 device lanes are attached"):
+        answered(service, alone, 0, 3, 0)
+    with pytest.raises(DeadlineExceeded, match="nothing came"):
+        answered(service, alone, 0, 3, 0)
 
 
 def test_a_start_waits_while_the_group_forms(

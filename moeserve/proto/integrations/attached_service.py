@@ -22,7 +22,14 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient, Reply
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import check_process
-from moeserve.proto.errors import NotFound, Overloaded, Unavailable, WeightsChanged
+from moeserve.proto.errors import (
+    DeadlineExceeded,
+    MoeError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    WeightsChanged,
+)
 from moeserve.proto.host import host_id
 from moeserve.proto.integrations.settings import MODE, Settings
 from moeserve.proto.passes.attached import DETACH_SECONDS, AttachedLane, Wanted
@@ -93,13 +100,16 @@ class AttachedService:
         """Fills `part` of the answer, the last of `rows`; returns the version of the weights."""
         hidden, route, answer = rows
         given = Choice(route.experts[part], route.weights[part])
+        waits_for: MoeError | None = None
         while True:
             try:
                 run = self._pass_at(layer, hidden.dtype, until)
                 run.post(0, hidden[part], given)
                 found = run.arrived(0, max(0.0, until - time.monotonic()))
+            except DeadlineExceeded as late:
+                raise late if waits_for is None else waits_for from late
             except (Unavailable, PassLate, NotFound, Overloaded) as failed:
-                self._running = None
+                self._running, waits_for = None, failed
                 if time.monotonic() + AGAIN_SECONDS > until:
                     raise
                 log.debug("layer %d is asked again: %s", layer, failed)
