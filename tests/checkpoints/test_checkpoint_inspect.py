@@ -89,7 +89,7 @@ def test_more_ranks_than_experts_leave_some_empty(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [((), "cannot read"), (("--ranks", "0"), "--ranks=0 must be 1 or more")]
+    ("arguments", "message"), [((), "cannot read"), (("--ranks", "0"), "--ranks=0 must be 1 to 65536")]
 )
 def test_what_cannot_be_shown_is_said(
     arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -233,7 +233,7 @@ def test_nothing_touches_the_memory_of_a_rank_that_is_gone(way: AttachedDevice, 
     way._kernels.bring(0, 0, None, 0)  # as a graph that is replayed
     assert device.touched == before
     device.alive = True
-    with pytest.raises(Unavailable, match="the rank of this device lane is gone"):
+    with pytest.raises(Unavailable, match="this device lane is no more: its rank is gone"):
         way.check()
     way.renew()
     assert all(forward(way)) and device.touched[-1] == "2: layer 2"

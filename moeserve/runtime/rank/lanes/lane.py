@@ -245,15 +245,15 @@ class Lane:
             self.withdraw([job.number])
 
     def _take_in(self, jobs: Sequence[Job]) -> int | None:
-        """Holds jobs of one call, or one of several; the generation that they are to be announced to. Raises
-        GroupUnavailable, LaneFull.
+        """Holds jobs of one call, none where it has no rows, or one of several; the generation to which they
+        are to be announced. Raises GroupUnavailable, LaneFull.
         """
         with self._lock:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)
             callers = sum(job.callers for job in jobs)
             # of a call in parts one has to find room: all at once find none while others come and go
-            if self._callers + jobs[0].callers > self._queue_limit:
+            if self._callers + sum(job.callers for job in jobs[:1]) > self._queue_limit:
                 text = (
                     f"lane {self.number} has {self._callers} parts of calls under way, and "
                     f"server.max_concurrent_calls is {self._queue_limit}; a call has one for every "
