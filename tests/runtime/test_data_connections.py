@@ -379,6 +379,7 @@ def test_what_a_header_claims_takes_no_memory(
         assert not until(lambda: resident() - before > most, seconds=0.3)
         for one in silent:
             one.close()
+        assert until(lambda: not there._there), "or the next ones find no place"
 
 
 def test_what_has_come_of_a_request_counts_and_what_finds_no_room_is_refused(
