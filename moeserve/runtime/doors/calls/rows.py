@@ -54,7 +54,7 @@ class Held:
     seconds: float  # within which it should be answered
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Asked:
     """A call that wants to be let in."""
 
@@ -62,7 +62,7 @@ class _Asked:
     ahead: int  # rows that would be served before, and its own
     own: int  # of these, its caller's
     known: float  # of `ahead`, those for which the pace foretells something
-    seconds: float  # within which it should be answered
+    seconds: float  # within which it should be answered; more where its own rows take long
     deadline: float  # on the clock
 
 
@@ -179,10 +179,11 @@ class RowAdmission:
 
         entered: what is let in is added there.
         """
-        a_row, due = -1.0, now + self.limits.due
+        limits, a_row = self.limits, -1.0
+        due = now + limits.due
         for peer, rows, deadline in calls:
             caller = self._callers.of(peer)
-            seconds = self._seconds(rows, deadline, now)
+            seconds = HEADROOM * min(deadline - now, limits.seconds)
             if self._rows:
                 a_row = self._a_row(now) if a_row < 0 else a_row
                 caller.room = seconds / a_row if a_row else math.inf
@@ -193,25 +194,23 @@ class RowAdmission:
         caller = self._callers.of(peer)
         urgency = min(deadline, now + self.limits.due)
         ahead, own, known = self._before(caller, rows, urgency)
-        seconds, why = self._seconds(rows, deadline, now), ""
-        if self._rows:
-            why = self._why_not(caller, _Asked(rows, ahead, own, known, seconds, deadline), now)
-        if why:
+        seconds = HEADROOM * min(deadline - now, self.limits.seconds)
+        asked = _Asked(rows, ahead, own, known, seconds, deadline)
+        if self._rows and (why := self._why_not(caller, asked, now)):
             return LaneFull(why, self._callers.refuse(caller, now))
         if self._latest > urgency:
             for other in self._held:
                 if other.urgency > urgency:
                     other.ahead += rows
-        return self._hold(caller, rows, ahead, urgency, (now, seconds))
+        return self._hold(caller, rows, ahead, urgency, (now, asked.seconds))
 
-    def _seconds(self, rows: int, deadline: float, now: float) -> float:
-        """Within which a call should be answered. What its own rows take is no wait: one that alone takes
-        longer than a call may wait would find a lane that holds nothing, or be refused until its deadline.
+    def _with_own(self, asked: _Asked, now: float) -> float:
+        """Within which a call should be answered that would wait for too long. What its own rows take is no
+        wait: one that alone takes longer than a call may wait would find a lane that holds nothing, or be
+        refused until its deadline.
         """
-        seconds = HEADROOM * (deadline - now)
-        if self._rows and seconds > (queue := HEADROOM * self.limits.seconds):
-            return min(seconds, queue + self._foretold(self._known(rows), now))
-        return min(seconds, HEADROOM * self.limits.seconds)
+        most = HEADROOM * (asked.deadline - now)
+        return max(asked.seconds, min(most, asked.seconds + self._foretold(self._known(asked.rows), now)))
 
     def _hold(self, caller: Caller, rows: int, ahead: int, urgency: float, when: tuple[float, float]) -> Held:
         """A call is let in; when: now, and the seconds that it has. The lock is held."""
@@ -254,6 +253,8 @@ class RowAdmission:
         a_row = self._a_row(now)
         caller.room = room = asked.seconds / a_row if a_row else math.inf
         foretold = max(self._pace.least(asked.known, now), self._foretold(asked.known, now))
+        if foretold > asked.seconds:
+            asked.seconds = self._with_own(asked, now)
         if foretold > asked.seconds:
             self._refuse_for_time(now)
             return (
