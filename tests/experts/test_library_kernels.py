@@ -48,7 +48,7 @@ BOUND = 1e-2
 """RMS error relative to the RMS of what is expected: answers are bf16, and codes at an edge may turn."""
 
 ONE_CODE = 6e-2
-"""The same of one row in which a large code has turned."""
+"""By how much of its row one large code that has turned may move that."""
 
 BF16_BIASES = {"flashinfer_cutlass"}
 """Libraries that take biases in the answers' dtype."""
@@ -123,16 +123,28 @@ def wire_of(entry: KernelEntry, scheme: Scheme) -> Format:
     return scheme.activations if scheme.activations in entry.eats else BF16
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether all rows are. Sums in another order may put a large inner value at the next code, which moves a
-    row by some parts of a hundred: in one of thousands of runs one row is so, and none by more.
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def close(found: Tensor, expected: Tensor, weights: ExpertWeights) -> bool:
+    """Whether they are alike, but for one large inner value that sums in another order put at the next code:
+    the row is then off along one column of its expert's down, and along no other.
     """
-    off, whole = (found - expected).norm(dim=1), expected.norm(dim=1)
-    farthest = int((off / whole).argmax())
-    others = torch.arange(len(off)) != farthest
-    return bool(
-        off[others].norm() <= BOUND * whole[others].norm() and off[farthest] <= ONE_CODE * whole[farthest]
-    )
+    if error(found, expected) <= BOUND:
+        return True
+    off = found - expected
+    row = int((off.norm(dim=1) / expected.norm(dim=1)).argmax())
+    slot = int(torch.repeat_interleave(torch.tensor(COUNTS))[row])
+    down = weights.rows(slice(slot, slot + 1)).down.dequantize()[0]
+    along = off[row] @ down / down.norm(dim=0)
+    turned = int(along.abs().argmax())
+    own = down[:, turned] / down[:, turned].norm() * along[turned]
+    if own.norm() > ONE_CODE * expected[row].norm():
+        return False
+    found = found.clone()
+    found[row] -= own
+    return error(found, expected) <= BOUND
 
 
 def answers(
@@ -196,7 +208,7 @@ def test_a_library_is_handed_what_it_computes_the_reference_from(entry: KernelEn
             weights = made(entry, scheme, shape)
             for grouping in entry.groupings:
                 found, expected = answers(entry, scheme, weights, shape, grouping)
-                assert close(found, expected), (name, bias, grouping)
+                assert close(found, expected, weights), (name, bias, grouping)
 
 
 @pytest.mark.parametrize(("entry", "scheme"), CASES)
@@ -266,7 +278,7 @@ def test_blackwell_gets_exponents_where_hopper_gets_scales(monkeypatch: pytest.M
     assert kernel.prepare(weights).per_slot["gate_up.scale"].dtype == torch.int32
     for grouping in entry.groupings:
         found, expected = answers(entry, scheme, weights, shape, grouping)
-        assert close(found, expected)
+        assert error(found, expected) <= BOUND
 
 
 def test_an_alignment_that_the_segments_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +296,7 @@ def test_sizes_a_library_lacks_are_rounded_up_and_cropped(name: str, activations
     shape = ExpertShape(160, 96, Activation("swigluoai"), bias=True)
     found, expected = answers(row, scheme, made(row, scheme, shape), shape, Grouping.RAGGED)
     assert found.shape[1] == 160
-    assert close(found, expected)
+    assert error(found, expected) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["flashinfer_cutlass", "flashinfer_trtllm", "flashinfer_cutedsl"])
@@ -293,7 +305,7 @@ def test_a_limit_reaches_the_library(name: str) -> None:
     shape = shape_of(row, scheme, Activation("silu", limit=0.5), bias=False)
     weights = made(row, scheme, shape)
     found, expected = answers(row, scheme, weights, shape, Grouping.RAGGED)
-    assert close(found, expected)
+    assert error(found, expected) <= BOUND
 
 
 def test_cutedsl_takes_one_inner_scale_and_says_so() -> None:
