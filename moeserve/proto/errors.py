@@ -19,6 +19,9 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 """What gRPC says of a call that its caller has cancelled, or whose channel its caller has closed."""
 
+TIME_IS_OVER = "Deadline Exceeded"
+"""What gRPC says of a call whose time was over before an answer came, alone or in brackets."""
+
 
 class MoeError(Exception):
     """A call that the service, or the way to it, refused.
@@ -85,9 +88,11 @@ def client_closed(address: str) -> MoeError:
     return MoeError("CANCELLED", "client_closed", text)
 
 
-def from_rpc(failed: Any) -> MoeError:
+def from_rpc(failed: Any, asked: str = "", timeout: float = 0.0) -> MoeError:
     """The exception of a failed RPC (`grpc.RpcError` or `grpc.aio.AioRpcError`). CANCELLED is one that was
     cancelled here, or whose server says why; a server that stops cancels what has come and not begun.
+
+    asked, timeout: the address that was called, and the seconds it had, which gRPC does not say itself.
     """
     trailing = dict(_pairs(failed.trailing_metadata()))
     reason, pushback = trailing.get(REASON_KEY, ""), trailing.get(PUSHBACK_KEY)
@@ -95,6 +100,8 @@ def from_rpc(failed: Any) -> MoeError:
     here = any(word in text for word in CANCELLED_HERE)
     if failed.code() is grpc.StatusCode.CANCELLED and not reason and not here:
         return Unavailable("UNAVAILABLE", "", f"the server gave the call up, as one that stops does: {text}")
+    if asked and not reason and TIME_IS_OVER in text:
+        text = f"{asked} did not answer within {timeout:g} s"
     if failed.code() is grpc.StatusCode.UNIMPLEMENTED:
         text += "; is this a moeserve service, and of no older release than this client?"
     return error(failed.code().name, str(reason), text, retry_after=_seconds(pushback))

@@ -26,23 +26,28 @@ FAKE_SERVE = """
 import sys
 from moeserve.cli import main, serve
 
+def tell(word):
+    sys.stderr.write(word + "\\n")
+
 class Cluster:
     address = "127.0.0.1:1"
     def start(self):
-        print("started", file=sys.stderr)
+        tell("started")
         sys.stdin.readline()
     def state(self): return ("failed", "no rank is left") if "fails" in sys.argv else ("serving", "")
     def metrics_targets(self): return ["127.0.0.1:2"]
     def probes_address(self):
-        print("serving", file=sys.stderr)
+        tell("serving")
         return "127.0.0.1:3"
-    def stop(self): print("stopped", file=sys.stderr)
+    def stop(self): tell("stopped")
 
 serve._cluster = lambda config: Cluster()
 serve._check_served = lambda config: None
 sys.exit(main(["serve", "weights"]))
 """
-"""A service without ranks: it tells on stderr what becomes of it, and has started when stdin has a line."""
+"""A service without ranks: it tells on stderr what becomes of it, and has started when stdin has a line. It
+tells a line by one write: by `print` its end is another one under `-u`, and a line of the log comes between.
+"""
 
 
 def test_serve_ends_what_it_started() -> None:
@@ -100,7 +105,7 @@ def test_serve_goes_on_and_stops_though_a_disk_is_full(full: str) -> None:
     """Its output goes to a file, which cannot grow."""
     with open("/dev/full", "w") as disk:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
-        code = FAKE_SERVE.replace("file=sys.stderr", f"file=sys.{'stderr' if full == 'stdout' else 'stdout'}")
+        code = FAKE_SERVE.replace("sys.stderr", f"sys.{'stderr' if full == 'stdout' else 'stdout'}")
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", code], stdin=subprocess.PIPE, text=True, **streams
         )

@@ -181,7 +181,7 @@ class AsyncMoeClient:
         try:
             reply = await check(health.encode_check(service), timeout=self._core.seconds)
         except grpc.RpcError as failed:
-            raise from_rpc(failed) from failed
+            raise from_rpc(failed, self.address, self._core.seconds) from failed
         return health.decode_check(reply)
 
     async def close(self) -> None:

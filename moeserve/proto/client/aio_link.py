@@ -131,7 +131,7 @@ class AsyncLink:
                 raise Unavailable("UNAVAILABLE", "", f"the lane at {self.address} left the group") from None
             raise
         except grpc.RpcError as failed:
-            raise self._known(from_rpc(failed)) from failed
+            raise self._known(from_rpc(failed, self.address, timeout)) from failed
         except aio.UsageError as closed:
             raise Unavailable("UNAVAILABLE", "", f"the channel to {self.address} is closed") from closed
 

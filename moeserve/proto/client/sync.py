@@ -251,7 +251,7 @@ class MoeClient:
         try:
             return health.decode_check(check(health.encode_check(service), timeout=self._core.seconds))
         except grpc.RpcError as failed:
-            raise from_rpc(failed) from failed
+            raise from_rpc(failed, self.address, self._core.seconds) from failed
 
     def close(self) -> None:
         """Closes all connections and gives all regions back; calls under way, and later ones, raise MoeError

@@ -112,7 +112,7 @@ class Link:
         try:
             return method(request, timeout=bounded(timeout))
         except grpc.RpcError as failed:
-            raise self.known(from_rpc(failed)) from failed
+            raise self.known(from_rpc(failed, self.address, timeout)) from failed
         except ValueError as closed:
             raise self._closed() from closed
 
@@ -243,7 +243,8 @@ class Link:
             except grpc.FutureCancelledError as cancelled:
                 raise self.known(MoeError("CANCELLED", "", "the call was cancelled here")) from cancelled
             except grpc.RpcError as failed:
-                raise self.known(from_rpc(failed)) from failed
+                seconds = timeout or 0.0  # without a deadline it does not end by one
+                raise self.known(from_rpc(failed, self.address, seconds)) from failed
             return reply
 
         return Sent(wait, future.cancel)
