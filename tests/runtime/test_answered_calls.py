@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ import torch
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import waited_out
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import ASIDE_BYTES, ASIDE_THREADS, LaneDoor
@@ -161,6 +163,20 @@ def test_a_clock_that_is_set_moves_no_deadline(ranked: Ranked, monkeypatch: pyte
     ranked.lane.announce = announce
     context: Any = Context()
     assert ranked.door.Forward(ranked.request(4), context).HasField("hidden")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_call_whose_time_is_over_is_told_so(ranked: Ranked, busy: bool) -> None:
+    """Also where the lane holds as many rows as it may: there is no use in coming again."""
+    context: Any = Context()
+    context.time_remaining = lambda: -0.001
+    ranked.door.admission = RowAdmission(RowLimits(rows=6))
+    if busy:
+        ranked.door.admission.enter("ipv4:127.0.0.1:6", 4, math.inf)
+    with pytest.raises(ConnectionAbortedError, match="time was over before its rows were let in"):
+        ranked.door.Forward(ranked.request(4), context)
+    assert [seen[2] for seen in ranked.counted] == ["DEADLINE_EXCEEDED"]
+    assert ranked.door.admission.rows == 4 * busy and not ranked.announced
 
 
 def test_a_batch_that_no_lane_ever_takes_is_not_told_to_come_again(ranked: Ranked) -> None:

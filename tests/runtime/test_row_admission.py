@@ -254,7 +254,10 @@ def test_a_call_larger_than_its_caller_s_share_comes_in_beside_small_ones_of_it(
     assert lane.ask("b", 30, 0.01) is not None, "others want more than they get"
     assert lane.ask("a", 4000, 60.0) is None
     refused = lane.ask("a", 4000, 60.0)
-    assert refused is not None and "this caller has 4030 rows under way, 4000 more are asked" in str(refused)
+    assert refused is not None and str(refused) == (
+        "this caller has 4030 rows under way, 4000 more are asked, and its share of 312 rows, as many as the "
+        "one with the least time has time for, among 2 callers is 156; come back"
+    )
 
 
 @pytest.mark.parametrize("way", [0.0, 0.3, 0.45])

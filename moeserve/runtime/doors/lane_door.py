@@ -135,12 +135,15 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             self._observe("Forward", transport, code, time.perf_counter() - started)
 
     def _enter(self, rows: int, peer: str, deadline: float) -> Leave:
-        """Lets in the rows of a request, which are there; returns what ends that. Raises LaneFull.
+        """Lets in the rows of a request, which are there; returns what ends that. Raises LaneFull, and
+        DeadlinePassed where its time is over, at a lane that is full as well as at one that holds nothing.
 
         More rows than a lane ever takes are for the lane to refuse, and none are answered without it.
         """
         if not 0 < rows <= self._lane.most_rows:
             return _not_held
+        if deadline <= time.monotonic():
+            raise DeadlinePassed("the call's time was over before its rows were let in")
         return self.admission.enter(peer, rows, deadline)
 
     def _run(

@@ -275,9 +275,15 @@ class RowAdmission:
             self._refuse_for_time(now)
             return (
                 f"this caller has {others} rows under way, {asked.rows} more are asked, and its share of "
-                f"{limit:.0f} rows among {len(wanting)} callers is {share:.0f}; come back"
+                f"{limit:.0f} rows, {self._which(limit)}, among {len(wanting)} callers is {share:.0f}; "
+                "come back"
             )
         return ""
+
+    def _which(self, limit: float) -> str:
+        """What so many rows are, of which callers have shares."""
+        known = limit >= self.limits.rows
+        return "server.max_held_rows" if known else "as many as the one with the least time has time for"
 
     def _whose(self, asked: _Asked, now: float) -> str:
         """Which limit a call that would take too long is over, and the way out."""
