@@ -171,7 +171,8 @@ def not_under_way(number: int) -> KeyError:
     """That nobody can wait for call `number` of a way that has no number of calls of its own."""
     return KeyError(
         f"call {number} is not under way: each submitted call is waited for once, and before the forward "
-        f"pass after the next; more than {MOST_ALIKE} submitted calls of one layer count as another one"
+        f"pass after the next; more than {MOST_ALIKE} submitted calls of one layer count as another one, and "
+        "so do layers in another order, as where two threads call at once; calls come from one"
     )
 
 
