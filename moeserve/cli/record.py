@@ -186,6 +186,7 @@ def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int
         for window in windows:
             trace = LoadTrace(layers, (window,))
             if known is None:
+                _begin(out)
                 _put(out, head_line(trace))
                 known = (trace.layers, trace.experts)
             if known != (trace.layers, trace.experts):
@@ -200,9 +201,17 @@ def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int
     return 0
 
 
+def _begin(out: Path) -> None:
+    """Makes the file of a trace. Raises ValueError where another recording has made it meanwhile."""
+    try:
+        out.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise ValueError(there_already(out)) from error
+
+
 def _put(out: Path, line: str) -> None:
     """Appends a line. Where that fails, as on a full disk, the file is as it was: a trace stays whole."""
-    there, left = out.exists(), f"{line}\n".encode()
+    left = f"{line}\n".encode()
     with out.open("ab", buffering=0) as file:
         size = file.tell()
         try:
@@ -210,7 +219,7 @@ def _put(out: Path, line: str) -> None:
                 left = left[file.write(left) :]
         except OSError:
             file.truncate(size)
-            if not there:
+            if not size:  # it was made for this line
                 out.unlink()
             raise
 
@@ -228,7 +237,7 @@ def read_head(out: Path, args: argparse.Namespace) -> tuple[tuple[int, ...], int
             raise ValueError(f"--out {out} cannot be written: {out.parent} is no folder to write in")
         return None
     if not args.append:
-        raise ValueError(f"{out} is there already; --append goes on with it, --out FILE takes another")
+        raise ValueError(there_already(out))
     try:
         goes_on = is_trace(out)
     except OSError as error:
@@ -240,6 +249,11 @@ def read_head(out: Path, args: argparse.Namespace) -> tuple[tuple[int, ...], int
         )
     trace = read_trace(out)
     return trace.layers, trace.experts
+
+
+def there_already(out: Path) -> str:
+    """What is said of a file that nobody said to go on with."""
+    return f"{out} is there already; --append goes on with it, --out FILE takes another"
 
 
 def _said(number: int, window: LoadWindow) -> str:

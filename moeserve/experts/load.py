@@ -144,14 +144,20 @@ _BEGINNING = f'{{"format": "{TRACE}"'
 def _ours(head: dict[str, Any], lines: Sequence[str]) -> LoadTrace:
     if head["version"] != VERSION:
         raise ValueError(f"version {head['version']}, and this reads {VERSION}")
-    windows = []
-    for line in filter(None, lines):
+    windows = [_window(line, number) for number, line in enumerate(lines, start=2) if line]
+    return LoadTrace(tuple(head["layers"]), tuple(windows))
+
+
+def _window(line: str, number: int) -> LoadWindow:
+    """The window of a line of our own format. Raises ValueError that names the line."""
+    try:
         fields = json.loads(line)
         load = Load(np.array(fields["tokens"], dtype=np.float64))
-        windows.append(
-            LoadWindow(load, float(fields["start"]), float(fields["seconds"]), str(fields["phase"]))
-        )
-    return LoadTrace(tuple(head["layers"]), tuple(windows))
+        return LoadWindow(load, float(fields["start"]), float(fields["seconds"]), str(fields["phase"]))
+    except KeyError as error:
+        raise ValueError(f"line {number} is no window: it has no {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"line {number} is no window: {error}") from error
 
 
 def _published(found: object) -> LoadTrace:

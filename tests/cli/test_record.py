@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from moeserve.cli import main
-from moeserve.cli.record import Recorder, recorded
-from moeserve.experts.load import LoadWindow, read_trace
+from moeserve.cli.record import Recorder, _write, recorded
+from moeserve.experts.load import Load, LoadWindow, read_trace
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import Unavailable
 
@@ -208,6 +209,19 @@ def test_what_it_refuses(
     words = [counts[0] if word == "COUNTS" else word for word in words if word != "THERE"]
     assert main(["record", "--out", str(out), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_trace_that_another_recording_began_meanwhile_stays_whole(tmp_path: Path) -> None:
+    """Two that are started together see no file; each waits a window before it has something to write."""
+    out = tmp_path / "trace.jsonl"
+
+    def found() -> Iterator[tuple[tuple[int, ...], list[LoadWindow]]]:
+        out.write_text("another's\n")
+        yield LAYERS, [LoadWindow(Load(np.ones((2, 2))), 0.0, 1.0, "decode")]
+
+    with pytest.raises(ValueError, match="is there already; --append goes on with it"):
+        _write(out, found(), argparse.Namespace(append=False))
+    assert out.read_text() == "another's\n"
 
 
 @pytest.mark.parametrize("name", ["counts.json", "counts.pt", "empty.jsonl", "bare.jsonl", "folder"])

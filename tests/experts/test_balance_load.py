@@ -98,7 +98,14 @@ def test_records_by_slot_are_added_up_by_expert(tmp_path: Path) -> None:
             "version 2, and this reads 1",
         ),
         ('{"format": "moeserve.load", "version": 1, "layers": [0], "experts": 1}', "one window or more"),
-        ('{"format": "moeserve.load", "version": 1, "layers": [0]}\n{"start": 0}', "no 'tokens'"),
+        (
+            '{"format": "moeserve.load", "version": 1, "layers": [0]}\n{"start": 0}',
+            "line 2 is no window: it has no 'tokens'",
+        ),
+        (
+            '{"format": "moeserve.load", "version": 1, "layers": [0]}\n\nnull',
+            "line 3 is no window",
+        ),
         (
             '{"format": "moeserve.load", "version": 1, "layers": [0, 1], "experts": 2}\n'
             '{"start": 0, "seconds": 1, "phase": "", "tokens": [[1, 2]]}',
