@@ -306,8 +306,14 @@ def test_what_does_not_fit_into_the_staging_slots_failed() -> None:
     ],
 )
 def test_a_reload_says_how_far_it_came(
-    checkpoint: Path, outcomes: list[str], outcome: str, version: int, epochs: int
+    checkpoint: Path,
+    outcomes: list[str],
+    outcome: str,
+    version: int,
+    epochs: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", logger="moeserve.runtime.head.rebalancer")
     group = Group(outcomes)
     seen: list[Cycle] = []
     asked = operations(checkpoint, group)
@@ -316,6 +322,8 @@ def test_a_reload_says_how_far_it_came(
     assert (reply.outcome, reply.weights_version, reply.epochs) == (outcome, version, epochs)
     assert (reply.epoch, reply.nbytes) == (1 + epochs, 7 * EXPERTS * epochs)
     assert [cycle.outcome for cycle in seen] == [outcome]
+    (said,) = caplog.messages
+    assert said.startswith(f"weights {outcome}: ") and said.endswith(("s", *filter(None, outcomes)))
     assert group.epoch.placement == Placement.even(len(LAYERS), EXPERTS, 4)
     assert EMPTY not in group.epoch.placement.slots
 

@@ -238,7 +238,7 @@ class Rebalancer:
                 self._coordinator.wait_turned(TURN_SECONDS)
                 generation = self._coordinator.generation
                 changes = reload(self._coordinator.epoch, name, version)
-                cycle = self._led(changes, started, expected=0.0)
+                cycle = self._led(changes, started, expected=0.0, done="reloaded")
                 done = _both(done, cycle)
                 if not cycle.reason or not self._formed_since(generation):
                     break
@@ -313,10 +313,10 @@ class Rebalancer:
             self._last = before, self._coordinator.epoch.placement
         return cycle
 
-    def _led(self, changes: Iterable[Change], started: float, expected: float) -> Cycle:
-        """Carries out changes one after the other, until one is abandoned."""
+    def _led(self, changes: Iterable[Change], started: float, expected: float, done: str = "moved") -> Cycle:
+        """Carries out changes one after the other, until one is abandoned. `done`: how one ends otherwise."""
         moves = nbytes = epochs = corrupted = 0
-        name, reason = "even", ""
+        name, reason = "even" if done == "moved" else done, ""
         self._moving = True
         try:
             for change in changes:
@@ -325,7 +325,7 @@ class Rebalancer:
                 if reason := outcome.abandoned:
                     name = "abandoned"
                     break
-                name = "moved"
+                name = done
                 self._completed_at = time.monotonic()  # it goes on: a reload may take many intervals
                 epochs += 1
                 moves += len(outcome.staged)
@@ -335,7 +335,8 @@ class Rebalancer:
         finally:
             self._moving = False
         seconds = time.monotonic() - started
-        log.info("experts %s: %d in %d epochs, %.2f s %s", name, moves, epochs, seconds, reason)
+        what, why = "weights" if done == "reloaded" else "experts", reason and f": {reason}"
+        log.info("%s %s: %d copies in %d epochs, %.2f s%s", what, name, moves, epochs, seconds, why)
         return Cycle(name, reason, moves, nbytes, epochs, seconds, expected, corrupted)
 
     def _counted(self, cycle: Cycle) -> Cycle:

@@ -67,7 +67,8 @@ class Scaling:
             done = self._grown(ranks) if ranks > len(members) else self._shrunk(ranks)
             if done.outcome == "scaled" and (mended := self._rebalancer.mend()).reason:
                 log.warning("not all experts that can have a second owner have one: %s", mended.reason)
-        log.info("scaled to %d ranks: %s %s", ranks, done.outcome, done.reason)
+        why = done.reason and f": {done.reason}"
+        log.info("a scale to %d ranks: %s%s", ranks, done.outcome, why)
         return Scaled(
             *(done.outcome, done.reason, done.joined, done.left, done.moved), time.monotonic() - started
         )
