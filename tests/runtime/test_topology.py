@@ -129,4 +129,7 @@ def test_status_says_that_the_service_stops(coordinator: Coordinator, front: Fro
     context: Any = None
     coordinator.stopping.reason = "the service is stopping"
     assert front.GetTopology(moe_pb2.GetTopologyRequest(), context).reason == "the service is stopping"
-    assert front.GetStatus(moe_pb2.GetStatusRequest(), context).reason == "the service is stopping"
+    status = front.GetStatus(moe_pb2.GetStatusRequest(), context)
+    assert (status.state, status.reason) == ("stopping", "the service is stopping")
+    coordinator.stop("that is all")
+    assert front.GetStatus(moe_pb2.GetStatusRequest(), context).state == "stopped"

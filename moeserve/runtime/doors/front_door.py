@@ -26,6 +26,7 @@ from moeserve.runtime.doors.forwarding import Caller, Forwarding, leave_out
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations.generations import ENDED
 from moeserve.runtime.head.generations.ready import Cover
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
@@ -257,6 +258,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         by_phase = self._coordinator.view.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
         balanced = 1 / epoch.placement.imbalance(tokens)
+        stopping = self._coordinator.stopping.reason
         layers = [
             moe_pb2.LayerLoad(
                 layer=layer,
@@ -267,8 +269,8 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
             for at, layer in enumerate(self._served.layers)
         ]
         return moe_pb2.GetStatusReply(
-            state=progress.state,
-            reason=self._coordinator.stopping.reason or progress.reason,
+            state="stopping" if stopping and progress.state not in ENDED else progress.state,
+            reason=stopping or progress.reason,
             generation=progress.generation,
             epoch=epoch.number,
             steps=progress.steps,
