@@ -59,8 +59,8 @@ def serving() -> list[Panel]:
         number("Reforms", "Times it served again after a failure.", now(metric("moe_group_reforms_total"))),
         number(
             "Errors",
-            "Share of calls that ended in another code than OK.",
-            now(f"1 - (sum({ANSWERED}) or vector(0)) / sum({rate('moe_requests_total')})"),
+            "Share of calls that ended in another code than OK; none while there are no calls.",
+            now(f"1 - (sum({ANSWERED}) or vector(0)) / (sum({rate('moe_requests_total')}) > 0)"),
             unit="percentunit",
         ),
         number(
@@ -149,7 +149,7 @@ def steps() -> list[Panel]:
             "More jobs in a step: concurrent calls of one layer share it.",
             Query(f"sum({STEPS})", "steps/s"),
             Query(
-                f"sum({rate('moe_group_jobs_total')}) / sum({STEPS})",
+                f"sum({rate('moe_group_jobs_total')}) / (sum({STEPS}) > 0)",
                 "jobs in a step",
             ),
         ),

@@ -137,6 +137,15 @@ def test_its_metrics_and_their_labels_exist(panel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_an_idle_service_divides_by_nothing(panel: dict[str, Any]) -> None:
+    """A rate is 0 while nobody calls: a panel then shows nothing, and not NaN."""
+    for target in panel["targets"]:
+        _, *by = target["expr"].split(" / ")
+        for divisor in by:
+            assert "rate(" not in divisor or re.fullmatch(r"\(.* > 0\)", divisor), target["expr"]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_a_live_service_answers(panel: dict[str, Any], prometheus: Prometheus, model: str) -> None:
     for target in panel["targets"]:
         expression = target["expr"].replace("$__rate_interval", "5s").replace("$model", model)
