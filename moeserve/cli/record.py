@@ -37,7 +37,8 @@ file grows window by window, so it is whole whenever the recording ends; --appen
 
 Ranks report about once a second while they work, so counts may be a second late. A window in which the
 group forms anew, or the head is away, is left out, because counts begin again; a line says so. So are those
-after it until all ranks have reported. --windows does not count them.
+after it until all ranks have reported. --windows does not count them. Of a window in which no expert got a
+token nothing is written, and it counts.
 
 --from takes count files of SGLang and DeepSeek (JSON or .pt) or traces instead of a service, and puts their
 windows one after the other.
@@ -159,6 +160,8 @@ class Recorder:
             print(f"{why}: this window is left out", flush=True)
             return []
         grown = dict(zip(PHASES, counts - before, strict=True))
+        if not any(tokens.any() for tokens in grown.values()):
+            print("no expert got a token: nothing is written of this window", flush=True)
         return [
             LoadWindow(Load(tokens), since, now - since, phase)
             for phase, tokens in grown.items()

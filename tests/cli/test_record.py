@@ -39,7 +39,7 @@ def shown(windows: list[LoadWindow]) -> list[tuple[str, float, float, list[list[
     return [(w.phase, w.start, w.seconds, w.load.tokens.tolist()) for w in windows]
 
 
-def test_a_window_is_what_grew_in_each_phase() -> None:
+def test_a_window_is_what_grew_in_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(status([[5, 5], [5, 5]], [[1, 0], [0, 0]]), 100.0)
     assert recorder.layers == LAYERS
     first = recorder.window(status([[5, 7], [5, 5]], [[2, 0], [0, 9]]), 110.0)
@@ -47,7 +47,9 @@ def test_a_window_is_what_grew_in_each_phase() -> None:
         ("decode", 100.0, 10.0, [[1, 0], [0, 9]]),
         ("prefill", 100.0, 10.0, [[0, 2], [0, 0]]),
     ]
+    assert capsys.readouterr().out == ""
     assert shown(recorder.window(status([[5, 7], [5, 5]], [[2, 0], [0, 9]]), 120.0)) == []
+    assert capsys.readouterr().out == "no expert got a token: nothing is written of this window\n"
     last = recorder.window(status([[5, 7], [5, 5]], [[2, 1], [0, 9]]), 125.0)
     assert shown(last) == [("decode", 120.0, 5.0, [[0, 1], [0, 0]])]
 
