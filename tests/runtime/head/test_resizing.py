@@ -72,6 +72,27 @@ def grown(coordinator: Coordinator, members: dict[int, FakeMember]) -> None:
     until(lambda: coordinator.progress().state == "serving")
 
 
+def test_why_a_rank_cannot_load_is_said_until_it_has(coordinator: Coordinator) -> None:
+    """A reload was cut off, and the folder that a layer's weights are of is gone, for example."""
+    why = "rank 3: 'load' failed: CheckpointError: cannot read its config.json"
+    members = serving(coordinator, RANKS)
+    coordinator.resizing.expect([3])
+    for _ in range(2):
+        members[3] = FakeMember(coordinator, 3)
+        members[3].entry("load")
+        members[3].say("failed", reason=why, for_good=False)
+        until(lambda: coordinator.progress().reason == f"ranks [3] are to join; {why}")
+        members[3].until("closed")
+    assert why in coordinator.resizing.wait_joined([3], 0.01)
+    members[3] = FakeMember(coordinator, 3)
+    members[3].entry("load")
+    assert why in coordinator.progress().reason, "it has yet to show that it can"
+    members[3].say("loaded", bytes_read=0, weight_bytes=0)
+    form(members)
+    until(lambda: coordinator.progress().state == "serving")
+    assert coordinator.progress().reason == ""
+
+
 def test_why_a_rank_cannot_start_now_is_said_until_it_does(coordinator: Coordinator) -> None:
     """Its port is taken, for example: the launcher tries again."""
     why = "rank 3 cannot start: its port is taken"

@@ -47,6 +47,9 @@ class Turnover:
         self.returning = Returning()
         self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
         self._refused: dict[int, str] = {}  # seats whose last process could not start, and why
+        self._unloaded: dict[
+            int, str
+        ] = {}  # seats for which no process has loaded since one could not, and why
         self.orphans = set[int]()  # of these, those that the head before this one asked for: nobody waits
         # by position of a layer, the seats that cannot read some of its experts
         self.unread: Callable[[], Mapping[int, Collection[int]]] = dict
@@ -71,7 +74,8 @@ class Turnover:
         away = [seat for seat in self.returning.seats if seat not in coming]
         said = [f"ranks {away} are away, and others serve their experts"] if away else []
         said += [f"ranks {coming} are to join"] if coming else []
-        return said + [self._refused[seat] for seat in sorted(self.returning.seats) if seat in self._refused]
+        why = self._unloaded | self._refused
+        return said + [why[seat] for seat in sorted(self.returning.seats) if seat in why]
 
     def recovered(self, first: Epoch, wanted: Collection[int]) -> None:
         """A head that has started again goes on without some of the seats `wanted`. These may return: to what
@@ -107,9 +111,11 @@ class Turnover:
                 self.returning.heard(rank, time.monotonic())
             case "loaded":
                 self.returning.heard(rank, time.monotonic(), loaded=True)
+                self._unloaded.pop(rank, None)
                 log.info("rank %d has loaded", rank)
             case "failed":
                 self.part_with(rank, str(message["reason"]))
+                self._unloaded[rank] = clipped(str(message["reason"]))
             case "store" | "withdraw" | "announce" | "restored" | "done" | "run" | "ordered":
                 return  # of a generation that it had a part in
             case other:
@@ -145,7 +151,7 @@ class Turnover:
         if rank in self.returning.connected():
             self.part_with(rank, why)
         self.returning.forget(rank)
-        for seats in (self.coming, self._refused):
+        for seats in (self.coming, self._refused, self._unloaded):
             seats.pop(rank, None)
         self.orphans.discard(rank)
 
@@ -261,7 +267,7 @@ class Turnover:
         epoch = self.returning.epoch_with(self._group.epoch, seats)
         self._group.epoch = epoch.yielding(self.unread())
         for seat in seats:
-            for others in (self.coming, self._refused):
+            for others in (self.coming, self._refused, self._unloaded):
                 others.pop(seat, None)
             self.orphans.discard(seat)
         self.returning.join(seats, self._group.seats.__setitem__, time.monotonic())
