@@ -7,7 +7,8 @@ travel as messages between participants, so that an absent lane launches nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ TORCH_ARCHS = frozenset(("cpu", "gfx90a", "gfx942", "gfx950", *(f"sm{version}" f
 """Where plain torch operations run."""
 
 PARTIAL_SUMS = "float32 sums of a rank travel in the hidden dtype and are added in float32, in rank order"
+
+
+class PeersGone(RuntimeError):
+    """Pieces of a step did not come from, or did not reach, all its participants: one is late or gone."""
 
 
 def check_group(spec: DispatchSpec, group: ProcessGroup | None) -> ProcessGroup:
@@ -122,10 +127,11 @@ class Exchange:
         Collective over the participants of the step.
         """
         come, go = rows
-        if self.whole(lane_rows):
-            dist.all_to_all_single(received, sent, list(come), list(go), group=self._group)
-        else:
-            self._messages(received.split_with_sizes(list(come)), sent.split_with_sizes(list(go)))
+        with self._met():
+            if self.whole(lane_rows):
+                dist.all_to_all_single(received, sent, list(come), list(go), group=self._group)
+            else:
+                self._messages(received.split_with_sizes(list(come)), sent.split_with_sizes(list(go)))
 
     def spread(self, arrived: Tensor, mine: Tensor, lane_rows: tuple[int, ...]) -> None:
         """Sends `mine`, this lane's rows, to every owner; `arrived` gets what all lanes have for this one.
@@ -136,31 +142,48 @@ class Exchange:
         come = self.lanes(lane_rows) if self.owns else [0] * len(self._lane_at)
         go = self.owners(mine.shape[0])
         pieces = [mine if owner is not None else mine[:0] for owner in self._owner_at]
-        if not self.whole(lane_rows):
-            self._messages(arrived.split_with_sizes(come), pieces)
-        elif mine.is_cpu:
-            copies = mine.repeat(len(self.owner_positions), 1)
-            dist.all_to_all_single(arrived, copies, come, go, group=self._group)
-        else:
-            dist.all_to_all(list(arrived.split_with_sizes(come)), pieces, group=self._group)
+        with self._met():
+            if not self.whole(lane_rows):
+                self._messages(arrived.split_with_sizes(come), pieces)
+            elif mine.is_cpu:
+                copies = mine.repeat(len(self.owner_positions), 1)
+                dist.all_to_all_single(arrived, copies, come, go, group=self._group)
+            else:
+                dist.all_to_all(list(arrived.split_with_sizes(come)), pieces, group=self._group)
 
     def broadcast(self, pieces: Sequence[Tensor]) -> None:
         """Fills `pieces[p]` on all members with that of each position p. Collective over the whole group."""
-        for position, piece in enumerate(pieces):
-            if piece.numel():
-                dist.broadcast(piece, group_src=position, group=self._group)
+        with self._met():
+            for position, piece in enumerate(pieces):
+                if piece.numel():
+                    dist.broadcast(piece, group_src=position, group=self._group)
 
     def counts(self, sent: Tensor, lane_rows: tuple[int, ...]) -> Tensor:
         """`sent[p]`, int64 `[positions]`, of every participant that may send rows here; 0 of others."""
         received = torch.zeros_like(sent)
         if self.whole(lane_rows):
-            dist.all_to_all_single(received, sent, group=self._group)
+            with self._met():
+                dist.all_to_all_single(received, sent, group=self._group)
             return received
         bring = self.lanes(lane_rows)
         come = [received[at : at + (1 if self.owns and rows else 0)] for at, rows in enumerate(bring)]
         go = [sent[at : at + count] for at, count in enumerate(self.owners(1 if bring[self._here] else 0))]
-        self._messages(come, go)
+        with self._met():
+            self._messages(come, go)
         return received
+
+    @contextmanager
+    def _met(self) -> Iterator[None]:
+        """Around what travels of a step. Raises PeersGone where the others are not met in time."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failed:
+            raise PeersGone(
+                f"member {self._here} of {self._spec.ranks} did not exchange a step's rows with all others: "
+                f"{failed}"
+            ) from failed
 
     def _messages(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Pieces to and from each position as messages; an empty one is none."""

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from moeserve.dispatch.exchange import PeersGone
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.experts.load import Load
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
+from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
@@ -285,8 +287,15 @@ class InProcess:
         return LaneInput(hidden, ids, rows.weights.detach().float(), valid)
 
     def _run(self, agreed: Agreed, rows: LaneRows) -> Tensor:
+        """Raises PeersLate where rows did not travel between all ranks, or some were not waited for."""
         rank = self._joined()
-        answer, _ = rank.step(agreed.layer, rows, agreed.lane_rows)
+        try:
+            answer, _ = rank.step(agreed.layer, rows, agreed.lane_rows)
+        except PeersGone as gone:
+            raise PeersLate(
+                f"rank {rank.index}, in a step of layer {agreed.layer}, did not meet all other ranks within "
+                f"step.timeout_seconds: one is late or gone; all close their ways and connect again: {gone}"
+            ) from gone
         if self._side is None:
             rank.late(agreed.layer)
         else:

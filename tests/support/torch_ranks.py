@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeserve.checkpoints.store import CheckpointError
 from moeserve.runtime.launch.torchrun import join_torchrun
+from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.torch import MoeExperts, WrongRows
 from moeserve.torch.in_process import InProcess
 from moeserve.torch.meeting import OutOfStep
@@ -157,6 +158,22 @@ def refused_alone(rank: int, world: int, path: Path, backend: str) -> list[str]:
     for _ in range(3):
         right(experts(*batch), alone, 0, batch)
     way.follow()
+    way.close()
+    return told
+
+
+def left_by_one(rank: int, world: int, path: Path, backend: str) -> str:
+    """Worker: one rank closes its way where all have told their rows; what the others' next step says."""
+    way, alone = joined(rank, world, path, backend), Alone(path)
+    experts, batch = MoeExperts(way, 0), alone.batch(2, seed=rank)
+    told = ""
+    with way.rows((2,) * world):
+        right(experts(*batch), alone, 0, batch)
+        if rank != 1:
+            try:
+                experts(*batch)
+            except PeersLate as late:
+                told = str(late)
     way.close()
     return told
 

@@ -17,6 +17,7 @@ from parallel import parallel_launch
 from torch_ranks import (
     PASSES,
     joins,
+    left_by_one,
     moving,
     out_of_step,
     refused_alone,
@@ -92,6 +93,18 @@ def test_one_rank_that_cannot_stage_keeps_all_where_they_are(path: Path) -> None
 def test_what_one_rank_refuses_leaves_the_others_in_step(path: Path) -> None:
     told = parallel_launch(2, refused_alone, path, "nvlink_ll", timeout=100)
     assert told == [["this layer takes a choice", "layer 0: 5000 rows, and step.lane_rows is 4096"], []]
+
+
+@pytest.mark.parametrize("backend", ["all2allv", "naive", "allgather_reducescatter"])
+def test_a_step_that_one_rank_has_left_names_who_waited_and_where(path: Path, backend: str) -> None:
+    """Where they do not meet, the step itself is the first to hear of it, in words of gloo's."""
+    told = parallel_launch(3, left_by_one, path, backend, timeout=100)
+    assert told[1] == ""
+    for rank in (0, 2):
+        assert told[rank].startswith(
+            f"rank {rank}, in a step of layer 0, did not meet all other ranks within step.timeout_seconds: "
+            "one is late or gone; all close their ways and connect again: "
+        ), told
 
 
 def test_layers_that_were_not_asked_for_the_late_are_kept_once(way: InProcess) -> None:
