@@ -7,8 +7,8 @@ travel as messages between participants, so that an absent lane launches nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,22 @@ PARTIAL_SUMS = "float32 sums of a rank travel in the hidden dtype and are added 
 
 class PeersGone(RuntimeError):
     """Pieces of a step did not come from, or did not reach, all its participants: one is late or gone."""
+
+
+class _Met:
+    """Around what travels of a step. Raises PeersGone where the others are not met in time."""
+
+    def __init__(self, here: int, members: int) -> None:
+        self._text = f"member {here} of {members} did not exchange a step's rows with all others"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        own = torch.OutOfMemoryError, torch.AcceleratorError  # of this member's device, not of the others
+        if isinstance(raised, RuntimeError) and not isinstance(raised, own):
+            raise PeersGone(f"{self._text}: {raised}") from raised
 
 
 def check_group(spec: DispatchSpec, group: ProcessGroup | None) -> ProcessGroup:
@@ -50,6 +66,7 @@ class Exchange:
     def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
         self._group = check_group(spec, group)
         self._spec, self._here = spec, spec.rank
+        self._met = _Met(spec.rank, spec.ranks)
         present = spec.members.present
         self._lane_at = tuple(member.lane for member in present)
         self._owner_at = tuple(member.owner for member in present)
@@ -127,7 +144,7 @@ class Exchange:
         Collective over the participants of the step.
         """
         come, go = rows
-        with self._met():
+        with self._met:
             if self.whole(lane_rows):
                 dist.all_to_all_single(received, sent, list(come), list(go), group=self._group)
             else:
@@ -142,7 +159,7 @@ class Exchange:
         come = self.lanes(lane_rows) if self.owns else [0] * len(self._lane_at)
         go = self.owners(mine.shape[0])
         pieces = [mine if owner is not None else mine[:0] for owner in self._owner_at]
-        with self._met():
+        with self._met:
             if not self.whole(lane_rows):
                 self._messages(arrived.split_with_sizes(come), pieces)
             elif mine.is_cpu:
@@ -153,7 +170,7 @@ class Exchange:
 
     def broadcast(self, pieces: Sequence[Tensor]) -> None:
         """Fills `pieces[p]` on all members with that of each position p. Collective over the whole group."""
-        with self._met():
+        with self._met:
             for position, piece in enumerate(pieces):
                 if piece.numel():
                     dist.broadcast(piece, group_src=position, group=self._group)
@@ -162,28 +179,15 @@ class Exchange:
         """`sent[p]`, int64 `[positions]`, of every participant that may send rows here; 0 of others."""
         received = torch.zeros_like(sent)
         if self.whole(lane_rows):
-            with self._met():
+            with self._met:
                 dist.all_to_all_single(received, sent, group=self._group)
             return received
         bring = self.lanes(lane_rows)
         come = [received[at : at + (1 if self.owns and rows else 0)] for at, rows in enumerate(bring)]
         go = [sent[at : at + count] for at, count in enumerate(self.owners(1 if bring[self._here] else 0))]
-        with self._met():
+        with self._met:
             self._messages(come, go)
         return received
-
-    @contextmanager
-    def _met(self) -> Iterator[None]:
-        """Around what travels of a step. Raises PeersGone where the others are not met in time."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as failed:
-            raise PeersGone(
-                f"member {self._here} of {self._spec.ranks} did not exchange a step's rows with all others: "
-                f"{failed}"
-            ) from failed
 
     def _messages(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Pieces to and from each position as messages; an empty one is none."""

@@ -47,9 +47,8 @@ class Turnover:
         self.returning = Returning()
         self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
         self._refused: dict[int, str] = {}  # seats whose last process could not start, and why
-        self._unloaded: dict[
-            int, str
-        ] = {}  # seats for which no process has loaded since one could not, and why
+        # seats for which no process has loaded since one could not, and why
+        self._unloaded: dict[int, str] = {}
         self.orphans = set[int]()  # of these, those that the head before this one asked for: nobody waits
         # by position of a layer, the seats that cannot read some of its experts
         self.unread: Callable[[], Mapping[int, Collection[int]]] = dict
