@@ -51,6 +51,8 @@ from moeserve.runtime.sections import (
     StepConfig,
 )
 
+PIPES = ("dev", "proc")  # below / : what is read by such a name, as /dev/stdin, lies in no folder of its own
+
 
 @dataclass(frozen=True)
 class Config:
@@ -70,7 +72,8 @@ class Config:
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
-        """Reads a TOML file; relative paths in it start at the file's own folder.
+        """Reads a TOML file; relative paths in it start at the file's own folder, those of a pipe at the
+        working directory.
 
         Raises ConfigError for an unknown key or a value of another type.
         """
@@ -81,7 +84,8 @@ class Config:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
         config: Config = from_mapping(cls, document)
-        return config.resolved(Path(path).absolute().parent)
+        own = Path(path).absolute()
+        return config.resolved(own.parent if own.is_file() and own.parts[1] not in PIPES else Path.cwd())
 
     def resolved(self, folder: Path) -> Config:
         """This configuration with its relative paths taken from `folder` and `~` expanded.

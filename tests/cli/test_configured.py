@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -44,6 +45,28 @@ def test_a_word_and_a_file_go_together(checkpoint: Path, tmp_path: Path) -> None
 def test_a_folder_may_be_called_like_a_file(tmp_path: Path) -> None:
     (tmp_path / "weights.toml").mkdir()
     assert configured(str(tmp_path / "weights.toml")).model.checkpoint == str(tmp_path / "weights.toml")
+
+
+@pytest.mark.parametrize("redirected", [False, True])
+def test_a_configuration_may_come_by_a_pipe(
+    redirected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `serve <(envsubst < service.toml)`, and of /dev/stdin; it lies in no folder."""
+    text = b'[model]\ncheckpoint = "weights"\n[server]\nport = 7\n'
+    monkeypatch.chdir(tmp_path)
+    if redirected:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "service.toml").write_bytes(text)
+        end = os.open(tmp_path / "elsewhere" / "service.toml", os.O_RDONLY)
+    else:
+        end, written = os.pipe()
+        os.write(written, text)
+        os.close(written)
+    try:
+        config = configured(f"/dev/fd/{end}")
+    finally:
+        os.close(end)
+    assert (config.model.checkpoint, config.server.port) == (str(tmp_path / "weights"), 7)
 
 
 def test_relative_paths_of_flags_start_at_the_working_directory(

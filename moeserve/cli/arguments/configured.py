@@ -168,9 +168,9 @@ def one_checkpoint(words: Sequence[str], flag: str | None) -> str:
 
 
 def _is_file(word: str) -> bool:
-    """Whether a word is a configuration: a file, or a name that ends in .toml and is no folder."""
+    """Whether a word is a configuration: a file, a pipe, or a name that ends in .toml and is no folder."""
     path = Path(word)
-    return path.is_file() or (path.suffix == ".toml" and not path.is_dir())
+    return (path.exists() or path.suffix == ".toml") and not path.is_dir()
 
 
 def numbers(text: str) -> tuple[int, ...]:
