@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.cli.arguments.remote import add_address, client_of
+from moeserve.cli.shown.lines import say
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
 from moeserve.proto.client.payload import TRANSPORTS
@@ -55,7 +57,7 @@ class Result:
     longest: float | None
     calls_per_second: float
     rows_per_second: float
-    jobs_per_step: float | None  # None where no step was counted, or the head started again and counts anew
+    jobs_per_step: float | None  # None where no step was counted, nobody tells, or the head counts anew
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -136,18 +138,31 @@ def measure(client: MoeClient, load: BenchLoad, concurrency: int, duration: floa
         ready.wait()
     except threading.BrokenBarrierError:
         raise next(caller.wrong for caller in callers if caller.wrong is not None) from None
-    before, started = client.status(), time.perf_counter()
+    before, started = _status(client), time.perf_counter()
     begin.set()
     time.sleep(duration)
     end.set()
     for thread in threads:
         thread.join()
-    seconds, after = time.perf_counter() - started, client.status()
+    seconds, after = time.perf_counter() - started, _status(client)
     return _result(load, callers, seconds, _jobs_per_step(before, after))
 
 
-def _jobs_per_step(before: moe_pb2.GetStatusReply, after: moe_pb2.GetStatusReply) -> float | None:
-    """None where counts do not say it: the head started again in between, and counts from 0."""
+def _status(client: MoeClient) -> moe_pb2.GetStatusReply | None:
+    """None where the service does not tell: its head is away, or the caller's role does not have it told."""
+    try:
+        return client.status()
+    except MoeError as failed:
+        say(sys.stderr, f"moeserve bench: how many jobs a step has is not told: {failed}")
+        return None
+
+
+def _jobs_per_step(
+    before: moe_pb2.GetStatusReply | None, after: moe_pb2.GetStatusReply | None
+) -> float | None:
+    """None where counts do not say it: there are none, or the head started again in between, from 0."""
+    if before is None or after is None:
+        return None
     jobs, steps = after.jobs - before.jobs, after.steps - before.steps
     return jobs / steps if jobs >= 0 and steps > 0 else None
 

@@ -48,7 +48,7 @@ class Cluster(Protocol):
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand `serve` and its arguments."""
-    about = "serve a checkpoint's experts until told to stop (SIGINT or SIGTERM)"
+    about = "serve a checkpoint's experts until told to stop (SIGINT, SIGTERM or SIGHUP)"
     parser = subparsers.add_parser("serve", help=about, description=about)
     add_config_flags(parser, serving=True)
     parser.set_defaults(func=run)

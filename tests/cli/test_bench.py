@@ -13,7 +13,7 @@ import pytest
 
 from moeserve.cli.bench import BenchLoad, measure, text
 from moeserve.proto.client import MoeClient
-from moeserve.proto.errors import Overloaded
+from moeserve.proto.errors import MoeError, Overloaded
 
 LOAD = BenchLoad(
     0,
@@ -60,6 +60,26 @@ def test_errors_are_told_with_their_reason_and_nothing_is_no_number(answers: int
     else:
         assert said["calls"] == 0 and (said["p50"], said["longest"]) == (None, None)
         assert "p50 - ms" in text(result)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_status_that_is_not_told_costs_no_measurement(
+    told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As to a token of the role `call` alone, or where the head is away when the measurement ends."""
+
+    class Silent(Refusing):
+        left = told
+
+        def status(self) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise MoeError("PERMISSION_DENIED", "wrong_role", "GetStatus needs the role observe")
+            return super().status()
+
+    result = measure(cast(MoeClient, Silent(2)), LOAD, 1, 0.1)
+    assert result.calls > 0 and result.jobs_per_step is None and "- jobs a step" in text(result)
+    assert "is not told: PERMISSION_DENIED (wrong_role): GetStatus needs" in capsys.readouterr().err
 
 
 def test_a_head_that_started_again_meanwhile_tells_nothing_of_jobs_in_a_step() -> None:
