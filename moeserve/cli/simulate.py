@@ -121,6 +121,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_size_flags(parser)
     add(
         "--measured",
+        type=named,
         metavar="FILE",
         help="results of bench/experts/gpu_experts.py to take rates of experts from",
     )
@@ -129,7 +130,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--rate", nargs="+", default=[], metavar="NAME=VALUE", help=f"rate of the cost model: {rates}")
     add("--json", action="store_true", help="print JSON")
     add("--csv", action="store_true", help="print CSV")
-    add("--plot", metavar="FOLDER", help="write SVG pictures of placements and of balance over time")
+    add(
+        "--plot",
+        type=named,
+        metavar="FOLDER",
+        help="write SVG pictures of placements and of balance over time",
+    )
     parser.set_defaults(func=run)
 
 
@@ -137,6 +143,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints a result for each policy, number of ranks and redundancy. Raises ValueError."""
     if args.json and args.csv:
         raise ValueError("--json and --csv exclude each other")
+    if args.plot is not None and Path(args.plot).exists() and not Path(args.plot).is_dir():
+        raise ValueError(f"--plot {args.plot} is a file; name a folder, or one that is not there yet")
     loads, serve, head = workloads(args.load, args.serve, args.phase)
     rates = rates_of(args.rate)
     if args.weights and "weight_bits" not in rates:

@@ -349,6 +349,10 @@ def test_pictures_are_drawn(
         (["--ranks", "4", "--groups", "5"], f"--groups=5 must divide the {EXPERTS} experts"),
         (["--ranks", "4", *SIZED, "--top-k", "999"], f"--top-k=999 must be {EXPERTS} at most"),
         (["--ranks", "4", "--serve", "GARBAGE"], "garbage.pt is not a load file: torch cannot read it: "),
+        (
+            ["--ranks", "4", "--plot", "OTHER"],
+            "other.json is a file; name a folder, or one that is not there",
+        ),
     ],
 )
 def test_what_it_refuses(

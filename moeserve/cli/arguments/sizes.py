@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moeserve.cli.arguments.names import named
 from moeserve.experts.balance.cost import CostModel
 from moeserve.experts.load import LoadTrace
 
@@ -41,6 +42,7 @@ def add_size_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--checkpoint",
+        type=named,
         metavar="FOLDER",
         help="take the sizes of experts from this checkpoint's config and headers",
     )
