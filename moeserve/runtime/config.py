@@ -51,7 +51,8 @@ from moeserve.runtime.sections import (
     StepConfig,
 )
 
-PIPES = ("dev", "proc")  # below / : what is read by such a name, as /dev/stdin, lies in no folder of its own
+PIPES = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
+"""Folders of names for what lies elsewhere: of /dev/stdin nobody says in which folder its file is."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Config:
             raise ConfigError(f"{path} is not TOML: {error}") from error
         config: Config = from_mapping(cls, document)
         own = Path(path).absolute()
-        return config.resolved(own.parent if own.is_file() and own.parts[1] not in PIPES else Path.cwd())
+        return config.resolved(Path.cwd() if own.parent in PIPES or not own.is_file() else own.parent)
 
     def resolved(self, folder: Path) -> Config:
         """This configuration with its relative paths taken from `folder` and `~` expanded.
