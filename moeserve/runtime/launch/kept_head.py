@@ -300,10 +300,10 @@ class KeptHead:
         return first
 
     def _look_whether_it_runs(self) -> bool:
-        """Kills a head that is stopped, as a rank would be: it is started again. Whether it was killed."""
+        """Kills a head that is stopped, also while the service stops; it is started again. Whether it was."""
         limit, pid = self._config.cluster.stopped_seconds, self.pid
         seen = self._watch.look([pid])[pid]
-        if seen is None or not 0 < limit <= seen[0] or self._stopping.is_set():
+        if seen is None or not 0 < limit <= seen[0]:
             return False
         log.warning("the head (pid %d) is killed: %s for %.1f s", pid, seen[1], seen[0])
         self._watch.kill(pid)

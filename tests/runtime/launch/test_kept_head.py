@@ -41,6 +41,7 @@ class Heads:
         self.seats: dict[int, Seated] = {}  # who is connected
         self.listens = True
         self.stops = True  # told to stop, it does; it dies otherwise
+        self.stands = False  # told to stop, it stands still until it is killed
 
     Pipe = staticmethod(multiprocessing.Pipe)
 
@@ -84,7 +85,9 @@ class FakeHead:
                 if isinstance(said, Living):
                     self.living = dict(said.processes)
                 if isinstance(said, Stop):
-                    if self._heads.stops:
+                    if self._heads.stands:
+                        self.killed.wait(SECONDS)
+                    elif self._heads.stops:
                         self._pipe.send(Now("stopped", "", {}, (), RANKS, versions=3))
                     break
         self._pipe.close()
@@ -183,6 +186,31 @@ def test_a_head_that_dies_while_the_service_stops_is_followed_by_one_that_lets_c
     kept.stop()
     assert [head.said[-1] for head in heads.made] == [Stop, Stop]
     assert heads.made[1].spec.start.again and kept.state() == ("stopped", "")
+
+
+def test_a_head_that_is_stopped_while_the_service_stops_is_killed_and_followed_by_one_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that dies: its lanes' calls wait for steps, and the service for its end."""
+    heads = Heads()
+    heads.stands = True
+    kept = kept_by(heads)
+
+    def kill(pid: int) -> None:
+        heads.stands = False
+        heads.made[0].killed.set()
+
+    def look(pids: list[int]) -> dict[int, tuple[float, str]]:
+        stands = heads.stands and Stop in heads.made[0].said
+        seen = (kept._config.cluster.stopped_seconds, "it is stopped") if stands else (0.0, "")
+        return dict.fromkeys(pids, seen)
+
+    monkeypatch.setattr(kept._watch, "look", look)
+    monkeypatch.setattr(kept._watch, "kill", kill)
+    kept.start()
+    kept.stop()
+    assert [head.said[-1] for head in heads.made] == [Stop, Stop]
+    assert kept.state() == ("stopped", "")
 
 
 def test_heads_that_die_one_after_the_other_keep_no_service_from_its_stop() -> None:
