@@ -20,11 +20,19 @@ HUGE_PAGE = 2 << 20
 def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the CPU, of zeros that take no memory before they are written, in huge pages where the
     kernel gives any; of less than one such page, a plain empty one.
+
+    Raises MemoryError with the bytes where this host has not so much.
     """
     nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
     if nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"this host has no memory for {nbytes / (1 << 30):.1f} GiB of experts ({error}); more ranks, or "
+            "fewer balance.redundant_experts, take less of each, and `moeserve plan` shows how much"
+        ) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
     first = -whole.data_ptr() % HUGE_PAGE
     try:  # whole pages alone: one that the last bytes had to themselves would take memory that nobody counts

@@ -71,3 +71,9 @@ def test_every_size_and_dtype_is_a_tensor_like_any_other(shape: tuple[int, int],
 def test_a_system_without_huge_pages_has_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert empty_in_huge_pages((2, HUGE_PAGE), torch.uint8).shape == (2, HUGE_PAGE)
+
+
+def test_memory_that_the_host_has_not_is_refused_with_its_bytes_and_what_takes_less() -> None:
+    """The kernel said "Cannot allocate memory", and no rank said of what."""
+    with pytest.raises(MemoryError, match=r"no memory for 65536\.0 GiB of experts .*redundant_experts"):
+        empty_in_huge_pages((1 << 16, 1 << 30), torch.uint8)
