@@ -64,6 +64,13 @@ def test_members_that_have_yet_to_tell_are_waited_for_until_the_bound() -> None:
     assert list(found.silent) == [1], "what it holds may be newer: it is not to serve"
 
 
+def test_callers_are_told_whom_the_head_waits_for_or_that_all_are_there() -> None:
+    again = "the head has started again, and "
+    assert recovery_of(m0=(3, SECOND)).reason == again + "waits for ranks [1] to come back"
+    made = recovery_of(m0=(3, SECOND), m1=(3, SECOND))
+    assert made.reason == again + "all ranks are there: the group forms again", "it waits for nobody"
+
+
 def test_a_member_that_was_started_meanwhile_is_not_waited_for() -> None:
     made = recovery_of(m0=(3, SECOND))
     made.connected(1, seat(again=False))

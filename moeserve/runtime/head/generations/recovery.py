@@ -139,7 +139,8 @@ class Recovery:
         away, untold = sorted(set(self.missing) - set(self._here)), sorted(self._untold)
         waits = [f"ranks {away} to come back"] if away else []
         waits += [f"ranks {untold} to say what they hold"] if untold else []
-        return f"the head has started again, and waits for {' and '.join(waits) or 'nobody'}"
+        now = f"waits for {' and '.join(waits)}" if waits else "all ranks are there: the group forms again"
+        return f"the head has started again, and {now}"
 
 
 def check_of(epoch: Epoch, first: Epoch) -> None:
