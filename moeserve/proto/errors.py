@@ -88,6 +88,11 @@ def client_closed(address: str) -> MoeError:
     return MoeError("CANCELLED", "client_closed", text)
 
 
+def lane_late(seconds: float) -> DeadlineExceeded:
+    """The error of a call that had so many seconds, and to which its lane gave no answer in these."""
+    return DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", f"the lane did not answer within {seconds:g} s")
+
+
 def from_rpc(failed: Any, asked: str = "", timeout: float = 0.0) -> MoeError:
     """The exception of a failed RPC (`grpc.RpcError` or `grpc.aio.AioRpcError`). CANCELLED is one that was
     cancelled here, or whose server says why; a server that stops cancels what has come and not begun.

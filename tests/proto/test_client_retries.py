@@ -96,10 +96,8 @@ def test_a_late_answer_is_a_deadline_exceeded_in_time_and_disturbs_nobody(client
     service.lanes[0].scripts = [1.0]
     with client_of(service.address, lane=0) as client:
         started = time.monotonic()
-        said = (
-            "answer on its stream in time" if near else rf"{service.lanes[0].address} did not answer within 0"
-        )
-        with pytest.raises(DeadlineExceeded, match=said):
+        said = "the lane" if near else service.lanes[0].address
+        with pytest.raises(DeadlineExceeded, match=rf"{said} did not answer within 0\.[23]\d* s"):
             client.forward(3, hidden, experts, weights, timeout=0.3)
         assert 0.25 < time.monotonic() - started < 0.8
         assert torch.equal(client.forward(3, hidden * 3, experts, weights), hidden * 6)

@@ -14,7 +14,7 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import opened
 from moeserve.proto.client.patience import Clock, check_process
 from moeserve.proto.credentials import Credentials, KeyedChannel
-from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, from_message, from_rpc
+from moeserve.proto.errors import MoeError, Overloaded, Unavailable, from_message, from_rpc, lane_late
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.async_connections import AsyncDataConnections
 from moeserve.proto.transports.carried import CARRIED_BYTES, FORWARD, packed, unpacking
@@ -47,8 +47,7 @@ class AsyncForwardStream:
                 await self._written(request)
                 reply = await answer
         except TimeoutError:
-            text = "the lane did not answer on its stream in time"
-            raise DeadlineExceeded("DEADLINE_EXCEEDED", "", text) from None
+            raise lane_late(timeout) from None
         except grpc.RpcError as failed:
             raise from_rpc(failed) from failed
         except asyncio.InvalidStateError as over:

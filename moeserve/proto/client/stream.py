@@ -11,7 +11,7 @@ import grpc
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client.deadline_watch import DeadlineWatch
-from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, from_rpc, outcome
+from moeserve.proto.errors import MoeError, Unavailable, from_rpc, lane_late, outcome
 from moeserve.proto.timeouts import bounded, milliseconds
 
 
@@ -25,7 +25,7 @@ class ForwardStream:
         self._watch = watch
         self._requests: queue.SimpleQueue[moe_pb2.ForwardRequest | None] = queue.SimpleQueue()
         self._replies = stub.ForwardStream(iter(self._requests.get, None))
-        self._deadline = 0.0
+        self._seconds = self._deadline = 0.0
 
     @property
     def alive(self) -> bool:
@@ -39,7 +39,8 @@ class ForwardStream:
 
     def send(self, request: moe_pb2.ForwardRequest, timeout: float) -> None:
         """Sends `request`; `receive` is to follow."""
-        self._deadline = time.monotonic() + bounded(timeout)
+        self._seconds = bounded(timeout)
+        self._deadline = time.monotonic() + self._seconds
         request.timeout_ms = milliseconds(timeout)
         self._requests.put(request)
 
@@ -68,7 +69,7 @@ class ForwardStream:
     def _error(self, failed: grpc.RpcError) -> MoeError:
         found = from_rpc(failed)
         if found.code == "CANCELLED" and time.monotonic() >= self._deadline:
-            return DeadlineExceeded("DEADLINE_EXCEEDED", "", "the lane did not answer on its stream in time")
+            return lane_late(self._seconds)
         return found
 
 

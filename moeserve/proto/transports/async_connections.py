@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import DeadlineExceeded, MoeError
+from moeserve.proto.errors import MoeError, lane_late
 from moeserve.proto.timeouts import bounded
 from moeserve.proto.transports.data_connections import (
     LET_IN,
@@ -117,8 +117,7 @@ class AsyncDataConnection(asyncio.BufferedProtocol):
             check_call(came, job_id_of(request))
         except TimeoutError:
             self.close()
-            text = "the lane did not answer in time"
-            raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text) from None
+            raise lane_late(timeout) from None
         except (DecodeError, ConnectionError) as wrong:
             self.close()
             raise gone_error(str(wrong)) from wrong

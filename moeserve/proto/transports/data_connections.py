@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, outcome
+from moeserve.proto.errors import MoeError, Unavailable, lane_late, outcome
 from moeserve.proto.texts import quoted
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.awake import Awake
@@ -91,7 +91,7 @@ class DataConnection:
         self._connection, self._reader = connection, FrameReader(connection)
         self._readable = FinePoll((connection,))
         self._writable = FinePoll((connection,), select.POLLOUT)
-        self._deadline, self._job_id, self._most = 0.0, "", 0
+        self._seconds, self._deadline, self._job_id, self._most = 0.0, 0.0, "", 0
         self._awake = Awake()
         self.alone = False  # no other connection to the lane was used lately by its client
         self._process = os.getpid()
@@ -136,7 +136,8 @@ class DataConnection:
 
     def send(self, request: Request, timeout: float) -> None:
         """Sends a call that has so many seconds. Raises Unavailable, DeadlineExceeded; then `close` it."""
-        self._deadline = time.monotonic() + bounded(timeout)
+        self._seconds = bounded(timeout)
+        self._deadline = time.monotonic() + self._seconds
         self._job_id = job_id_of(request)
         left: Sequence[memoryview] = request_frame(request, timeout)
         self._most = most_of(left)
@@ -194,7 +195,7 @@ class DataConnection:
     def _wait(self, ready: FinePoll, awake: Awake | None = None) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0 or not (ready(left * 1000) if awake is None else awake.wait(ready, left * 1000)):
-            raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "the lane did not answer in time")
+            raise lane_late(self._seconds)
 
     @property
     def closed(self) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.errors import DeadlineExceeded, Unavailable, outcome
+from moeserve.proto.errors import Unavailable, lane_late, outcome
 from moeserve.proto.timeouts import bounded, milliseconds
 
 PACKET_BYTES = 1 << 16
@@ -29,7 +29,7 @@ class RegionCalls:
         self._readable.register(lease, select.POLLIN)
         self._busy = threading.Lock()
         self._under_way: str | None = None  # the job id of the call that has it
-        self._deadline = 0.0
+        self._seconds = self._deadline = 0.0
         self._process = os.getpid()
 
     def send(self, request: moe_pb2.ForwardRequest, timeout: float) -> bool:
@@ -44,7 +44,8 @@ class RegionCalls:
             return False
         if not self._busy.acquire(blocking=False):
             return False
-        self._under_way, self._deadline = request.job_id, time.monotonic() + bounded(timeout)
+        self._under_way, self._seconds = request.job_id, bounded(timeout)
+        self._deadline = time.monotonic() + self._seconds
         try:
             self._lease.send(packet)
         except BlockingIOError:
@@ -87,7 +88,7 @@ class RegionCalls:
             now = time.monotonic()
         left = self._deadline - now
         if left <= 0 or not self._readable.poll(left * 1000):
-            raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "the lane did not answer in time")
+            raise lane_late(self._seconds)
         try:
             packet = self._lease.recv(PACKET_BYTES)
         except OSError as failed:
