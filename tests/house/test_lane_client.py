@@ -272,7 +272,7 @@ def stopped(house: LocalCluster) -> Iterator[None]:
 def late(client: LaneClient, *batch: Any, **options: Any) -> None:
     """A call that has no answer in its time, and no longer."""
     began = time.monotonic()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match=r"layer 0: no answer within 0\.4 s"):
         client.forward(0, *batch, timeout=0.4, **options)
     assert time.monotonic() - began < 2.0
 

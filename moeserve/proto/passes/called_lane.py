@@ -108,6 +108,12 @@ def room_for(rows: int, most: int) -> int:
     return min(most, max(FEWEST_ROWS, power_of_two(rows)))
 
 
+def no_answer(layer: int, clock: Clock) -> DeadlineExceeded:
+    """The error of a call whose time is over, whatever it waited for last."""
+    text = f"layer {layer}: no answer within {clock.patience.seconds:g} s"
+    return DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text)
+
+
 class CalledLane:
     """A lane that is attached, and the pass that runs on it. One thread at a time uses it."""
 
@@ -190,8 +196,7 @@ class CalledLane:
                 found = take(run)
             except MoeError as failed:
                 if isinstance(failed, DeadlineExceeded) and not clock.remaining:
-                    text = f"layer {layer}: no answer within {clock.patience.seconds:g} s"
-                    raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text) from failed
+                    raise no_answer(layer, clock) from failed
                 log.debug("a lane gives no answer: %s", failed)
                 if not isinstance(failed, PassLate):  # its caller was late, and may begin another pass
                     return None
@@ -284,14 +289,19 @@ class CalledLane:
         if self._run is not None and self._run.status is None:
             self._run.give_up()
 
-    def rest(self, clock: Clock) -> None:
+    def rest(self, layer: int, clock: Clock) -> None:
         """Ends the pass that runs, and waits until the rank writes no answer of it any more. Raises
-        DeadlineExceeded.
+        DeadlineExceeded of a call of this layer.
         """
         self._goes_on = False
-        if self._run is not None:
-            with suppress(Unavailable):  # the rank is gone
-                self._run.leave(clock.remaining)
+        if self._run is None:
+            return
+        try:
+            self._run.leave(clock.remaining)
+        except Unavailable:
+            pass  # the rank is gone
+        except DeadlineExceeded as late:
+            raise no_answer(layer, clock) from late
 
     @property
     def alive(self) -> bool:

@@ -26,11 +26,11 @@ from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, chec
 from moeserve.proto.client.patience import Clock, Patience, check_process, is_whole
 from moeserve.proto.client.sync import MoeClient
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import InvalidArgument, MoeError, client_closed
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, MoeError, client_closed
 from moeserve.proto.passes.answers import SMALLEST_BYTES, Answers
 from moeserve.proto.passes.attached import DETACH_SECONDS, SHORTEST_SECONDS, AttachedLane, Wanted
 from moeserve.proto.passes.buffers import BUFFERS
-from moeserve.proto.passes.called_lane import CalledLane, divided, power_of_two, room_for
+from moeserve.proto.passes.called_lane import CalledLane, divided, no_answer, power_of_two, room_for
 from moeserve.proto.passes.refusals import REFUSED_SECONDS, Refusals
 from moeserve.proto.passes.running import Pass, columns_of
 from moeserve.proto.tensors import Array, Plain, TensorError, plain, restore
@@ -101,13 +101,17 @@ class LaneClient(MoeClient):
         check_options(options)
         clock = self._core.clock(options.get("timeout"))
         try:
-            reply = self._over_a_lane(layer, hidden, route, options, clock)
+            if (reply := self._over_a_lane(layer, hidden, route, options, clock)) is not None:
+                return reply
         except TensorError:  # said by the call itself, in its words
-            reply = None
-        if reply is not None:
-            return reply
+            pass
         left = replace(clock.patience, timeout=max(clock.remaining, SHORTEST_SECONDS))
-        return super().call(layer, hidden, route, **(options | {"timeout": left}))
+        try:
+            return super().call(layer, hidden, route, **(options | {"timeout": left}))
+        except DeadlineExceeded as late:
+            if clock.remaining > SHORTEST_SECONDS:
+                raise
+            raise no_answer(layer, clock) from late  # which had no more than what was left
 
     def place(self, lane: int, rows: int, dtype: str = "bf16") -> tuple[SharedTensor, SharedTensor]:
         """Hidden states [rows, H] to fill, and memory for their answer, in a lane of rank `lane` that is for
@@ -178,9 +182,8 @@ class LaneClient(MoeClient):
             return None
         dtype, output = options.get("dtype", ""), options.get("output")
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
-        if output is not None and output.spec != rows.spec:
-            return None
-        if output is not None and isinstance(hidden, SharedTensor) and hidden.overlaps(output):
+        overlaps = output is not None and isinstance(hidden, SharedTensor) and hidden.overlaps(output)
+        if overlaps or (output is not None and output.spec != rows.spec):
             return None  # the rank says so
         batch = layer, hidden, route
         if isinstance(hidden, SharedTensor) and (line := self._placed_line(hidden)) is not None:
@@ -225,13 +228,17 @@ class LaneClient(MoeClient):
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock
     ) -> Reply | None:
         """Does as `_tried`. Where there is no answer, none is written later over that of the other way."""
-        reply: Reply | None = None
+        ended = False
         try:
             reply = self._tried(line, batch, rows, options, clock)
+            ended = reply is not None
+            return reply
+        except DeadlineExceeded:
+            ended = True  # and no other way is tried
+            raise
         finally:
-            if reply is None:
-                line.rest(clock)
-        return reply
+            if not ended:
+                line.rest(batch[0], clock)
 
     def _tried(
         self, line: CalledLane, batch: Batch, rows: Plain, options: CallOptions, clock: Clock

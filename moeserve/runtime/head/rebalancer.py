@@ -79,7 +79,6 @@ def _both(before: Cycle, then: Cycle) -> Cycle:
     """One reload of two attempts; it ended as the second one did."""
     return replace(
         then,
-        outcome=then.outcome if then.reason else "reloaded",
         moves=before.moves + then.moves,
         nbytes=before.nbytes + then.nbytes,
         epochs=before.epochs + then.epochs,

@@ -112,6 +112,16 @@ def kept_by(heads: Heads, stalled: float = SECONDS, **cluster: Any) -> KeptHead:
     return KeptHead(config, "127.0.0.1", heads)  # type: ignore[arg-type]
 
 
+def watched(
+    kept: KeptHead, stands: Callable[[], bool], kill: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is seen as stopped for too long while it `stands`; `kill` is what its kill does."""
+    seen = kept._config.cluster.stopped_seconds, "it is stopped"
+    look = {True: seen, False: (0.0, "")}
+    monkeypatch.setattr(kept._watch, "look", lambda pids: dict.fromkeys(pids, look[stands()]))
+    monkeypatch.setattr(kept._watch, "kill", lambda pid: kill())
+
+
 def until(true: Callable[[], bool]) -> None:
     limit = time.monotonic() + SECONDS
     while not true():
@@ -196,17 +206,11 @@ def test_a_head_that_is_stopped_while_the_service_stops_is_killed_and_followed_b
     heads.stands = True
     kept = kept_by(heads)
 
-    def kill(pid: int) -> None:
+    def kill() -> None:
         heads.stands = False
         heads.made[0].killed.set()
 
-    def look(pids: list[int]) -> dict[int, tuple[float, str]]:
-        stands = heads.stands and Stop in heads.made[0].said
-        seen = (kept._config.cluster.stopped_seconds, "it is stopped") if stands else (0.0, "")
-        return dict.fromkeys(pids, seen)
-
-    monkeypatch.setattr(kept._watch, "look", look)
-    monkeypatch.setattr(kept._watch, "kill", kill)
+    watched(kept, lambda: heads.stands and Stop in heads.made[0].said, kill, monkeypatch)
     kept.start()
     kept.stop()
     assert [head.said[-1] for head in heads.made] == [Stop, Stop]
@@ -278,15 +282,11 @@ def test_a_head_that_is_stopped_before_it_listens_is_replaced(monkeypatch: pytes
     heads.listens = False
     kept = kept_by(heads)
 
-    def kill(pid: int) -> None:
+    def kill() -> None:
         heads.listens = True
         heads.made[0].killed.set()
 
-    seen = (kept._config.cluster.stopped_seconds, "it is stopped")
-    monkeypatch.setattr(
-        kept._watch, "look", lambda pids: dict.fromkeys(pids, (0.0, "") if heads.listens else seen)
-    )
-    monkeypatch.setattr(kept._watch, "kill", kill)
+    watched(kept, lambda: not heads.listens, kill, monkeypatch)
     kept.start()
     assert len(heads.made) == 2 and not heads.made[1].killed.is_set()
     kept.stop()

@@ -278,7 +278,7 @@ class ConnectionLane:
             raise
         finally:
             if found is None and self._line is line:
-                self._rest(line)
+                self._rest(line, request.layer)
         if found is None:
             return None
         run, _ = found
@@ -286,10 +286,10 @@ class ConnectionLane:
         describe_into(reply.hidden, columns[0].spec)
         return reply
 
-    def _rest(self, line: CalledLane) -> None:
+    def _rest(self, line: CalledLane, layer: int) -> None:
         """The rank writes no answer to the lane any more; else it is closed. Raises GroupUnavailable."""
         try:
-            line.rest(Clock(Patience(timeout=LEAVE_SECONDS)))
+            line.rest(layer, Clock(Patience(timeout=LEAVE_SECONDS)))
         except DeadlineExceeded as late:
             self.close()
             raise GroupUnavailable("a step of this connection's device lane has not ended") from late
